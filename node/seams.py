@@ -1,0 +1,215 @@
+"""The seams to the outside, as Protocols: clock, transport, discovery, worker.
+
+Each has a real implementation and an in-memory one (grpc_transport/memory_transport, discovery/memory_discovery,
+worker.port/memory_worker), and one conformance suite run on both. The rest of node/ sees these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec
+
+
+class Clock(Protocol):
+    """Two readings of time, in seconds; sleeping is asyncio's, whose loop runs on the same clock."""
+
+    def monotonic(self) -> float:
+        """Never jumps: timers and durations."""
+        ...
+
+    def wall(self) -> float:
+        """Unix time: what records and expirations carry; may jump."""
+        ...
+
+
+class ExchangeStream(Protocol):
+    """One Gossip.Exchange, seen from either end."""
+
+    @property
+    def peer(self) -> PeerId:
+        """The authenticated peer at the other end."""
+        ...
+
+    async def send(self, message: ExchangeMessage) -> None:
+        """Waits while the peer takes no more; raises LinkError when the stream is over."""
+        ...
+
+    async def receive(self) -> ExchangeMessage | None:
+        """The next message, None at a clean end; raises LinkError or ProtocolError."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the stream; safe to call twice."""
+        ...
+
+
+class PeerHandler(Protocol):
+    """What a node serves to its peers."""
+
+    async def exchange(self, stream: ExchangeStream) -> None:
+        """Runs one exchange that a peer opened; the stream ends when this returns."""
+        ...
+
+    async def status(self) -> NodeStatus:
+        """This node's own state."""
+        ...
+
+    def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncIterator[StateMessage]:
+        """A manifest, then its pieces from `start_piece` on."""
+        ...
+
+
+class Transport(Protocol):
+    """Calls between nodes: authenticated both ways, every call with a deadline, messages limited in size."""
+
+    async def start(self, handler: PeerHandler) -> tuple[str, ...]:
+        """Listens; returns the addresses bound, as peers should dial them."""
+        ...
+
+    async def open_exchange(self, peer: PeerRecord) -> ExchangeStream:
+        """Opens Gossip.Exchange; raises LinkError, VersionMismatch, RunMismatch or ProtocolError."""
+        ...
+
+    async def status(self, peer: PeerRecord) -> NodeStatus:
+        """Asks one node for its state; the same errors."""
+        ...
+
+    def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncIterator[StateMessage]:
+        """Streams a donor's state; the same errors, raised while iterating."""
+        ...
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """(sent, received) over all calls so far, payloads included."""
+        ...
+
+    async def stop(self) -> None:
+        """Stops listening, ends all calls, frees every socket."""
+        ...
+
+
+class Discovery(Protocol):
+    """Who is in the run: records published, found and verified."""
+
+    async def publish(self, record: PeerRecord) -> bool:
+        """Signs and stores this node's record for 30 s; False when no other node took it."""
+        ...
+
+    async def peers(self) -> list[PeerRecord]:
+        """All live records of the run, verified, this node's own left out."""
+        ...
+
+    async def publish_spec(self, spec: SignedSpec) -> bool:
+        """Stores the run's spec, for a day; any node that holds it renews it."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Takes this node's record away (a tombstone that outranks it)."""
+        ...
+
+    async def stop(self) -> None:
+        """Leaves the DHT and ends its processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """All a worker needs to build its model and data."""
+
+    spec: RunSpec
+    peer_id: PeerId
+    run_dir: Path  # the node's folder of this run: checkpoints/, cursor
+    cache_dir: Path  # tokenized data, shared by runs
+    device: str = "cpu"  # "cpu", "cuda", "cuda:1"
+    threads: int = 0  # torch CPU threads; 0: torch's own choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """The model is built; parameters and buffers lie in shared memory.
+
+    `resumed` is True when an intact checkpoint was loaded; `note` says what was skipped, if anything was.
+    """
+
+    init_digest: str
+    layout_digest: str
+    numel: int
+    payload_bytes: int  # of one encoded proposal
+    round: int
+    step: int
+    tokens: int
+    held_out_loss: float | None
+    resumed: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrained:
+    """The local steps of a round are done: y is encoded in the outbox."""
+
+    round: int
+    step: int
+    tokens: int
+    seconds: float
+    train_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFinished:
+    """theta of the next round stands; `held_out_loss` is None when this round is not evaluated."""
+
+    round: int  # the next one
+    held_out_loss: float | None
+
+
+class WorkerDied(Exception):
+    """The worker process ended or stopped answering; the message says how (exit code, signal, last stderr line)."""
+
+
+class WorkerPort(Protocol):
+    """The training process, from the daemon's side. All calls raise WorkerDied when it dies."""
+
+    async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
+        """Builds model and data, resumes the newest intact checkpoint; `progress(what, share)` while it does."""
+        ...
+
+    async def train(self, round: int) -> RoundTrained:
+        """Runs the local steps of `round` from theta, and prepares the proposal."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Ends the local steps under way after the current one; train() returns with fewer steps."""
+        ...
+
+    def outbox(self) -> memoryview:
+        """The encoded proposal, read-only, valid from train()'s return to finish()."""
+        ...
+
+    def inbox(self) -> memoryview:
+        """Where a partner's encoded proposal goes, same length."""
+        ...
+
+    async def finish(self, mix: bool) -> RoundFinished:
+        """Ends the round, mixing with the inbox if `mix`; evaluates when due."""
+        ...
+
+    def theta(self) -> memoryview:
+        """The round's start point, fp32 bytes: constant while a round trains and exchanges."""
+        ...
+
+    async def adopt(self, round: int, step: int, theta: memoryview) -> RoundFinished:
+        """Takes a donor's state: theta, y_prev = theta, fresh inner moments; evaluates."""
+        ...
+
+    async def save(self) -> Path:
+        """Writes a checkpoint of the last finished round; raises StorageError when the disk refuses."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the process and frees the shared memory."""
+        ...

@@ -1,0 +1,1 @@
+"""Pure-torch algorithms on tensors: no asyncio, sockets, files or clock."""

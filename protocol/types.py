@@ -1,0 +1,73 @@
+"""Identifiers and records that every layer above the wire speaks in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+PeerId = NewType("PeerId", str)  # libp2p peer id in base58, "12D3Koo…" for an Ed25519 key
+RunId = NewType("RunId", str)  # first 16 hex digits of SHA-256 over the spec's canonical form
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+Role = Literal["trainer", "bootstrap"]
+NodeState = Literal["starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"]
+Encoding = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRecord:
+    """What a node says of itself in the DHT and in Status; signed there by the peer's own key.
+
+    `addresses` are gRPC endpoints "host:port" ("[v6]:port"), best first. `init_digest` and `layout_digest` are hex
+    (BLAKE3 of theta_0, and of names and shapes); empty until the model is built, and for a bootstrap peer. Times are
+    Unix seconds.
+    """
+
+    peer_id: PeerId
+    name: str
+    role: Role
+    addresses: tuple[str, ...]
+    cert_der: bytes
+    version: str
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+    instance: str  # random hex per process start: tells a restart from a second node with the same key
+    started_at: float
+    issued_at: float
+    state: NodeState = "starting"
+    reason: str = ""  # why it is not training, if so: one sentence
+    init_digest: str = ""
+    layout_digest: str = ""
+    round: int = 0
+    step: int = 0  # inner optimizer steps behind the current parameters
+    tokens: int = 0  # tokens this node itself has trained on, over all its lives
+    tokens_per_s: float = 0.0
+    loss: float | None = None  # held-out, nats a token
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """One node's answer to Status: its record plus what is too much for the DHT.
+
+    `partners` counts committed exchanges a peer; `counters` are the metrics of `effects.Count`, cumulative.
+    """
+
+    record: PeerRecord
+    partners: dict[PeerId, int] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedSpec:
+    """A run's spec as it travels: canonical TOML text, owner and the owner's Ed25519 signature.
+
+    The signature covers b"peerloom-spec-v1\\0" + text; the run id follows from the text.
+    """
+
+    text: str
+    owner: PeerId
+    signature: bytes
