@@ -12,7 +12,9 @@ PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 
 Role = Literal["trainer", "bootstrap"]
-NodeState = Literal["starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"]
+NodeState = Literal[
+    "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
+]
 Encoding = Literal["fp32", "bf16"]
 
 
