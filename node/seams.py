@@ -6,7 +6,7 @@ worker.port/memory_worker), and one conformance suite run on both. The rest of n
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +60,7 @@ class PeerHandler(Protocol):
         """This node's own state."""
         ...
 
-    def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncIterator[StateMessage]:
+    def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """A manifest, then its pieces from `start_piece` on."""
         ...
 
@@ -80,7 +80,7 @@ class Transport(Protocol):
         """Asks one node for its state; the same errors."""
         ...
 
-    def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncIterator[StateMessage]:
+    def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Streams a donor's state; the same errors, raised while iterating."""
         ...
 
@@ -102,6 +102,10 @@ class Discovery(Protocol):
 
     async def peers(self) -> list[PeerRecord]:
         """All live records of the run, verified, this node's own left out."""
+        ...
+
+    async def own_record(self) -> PeerRecord | None:
+        """The live record under this node's own id, if there is one."""
         ...
 
     async def publish_spec(self, spec: SignedSpec) -> bool:
@@ -150,11 +154,16 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTrained:
-    """The local steps of a round are done: y is encoded in the outbox."""
+    """The local steps of a round are done: y is encoded in the outbox.
+
+    `step` and `tokens` are cumulative; the round drew batches `first_batch` to `first_batch + batches - 1`.
+    """
 
     round: int
     step: int
     tokens: int
+    first_batch: int
+    batches: int
     seconds: float
     train_loss: float
 

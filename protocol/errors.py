@@ -16,6 +16,7 @@ PeerloomError                     1   anything named below is one of these
 ├── WorkerFailed                 22   the training process kept dying
 ├── VersionMismatch              23   no protocol version in common
 ├── NoDonor                      24   no peer could hand over the model
+├── DiscoveryLost                25   the libp2p daemon ended and does not come back
 └── PeerError                    30   what a peer did or failed to do; scored, never fatal to the node
     ├── LinkError                     the connection failed, timed out or was refused
     └── ProtocolError                 what came over it breaks the protocol
@@ -130,6 +131,12 @@ class NoDonor(PeerloomError):
     """No peer could hand over the model."""
 
     exit_code = 24
+
+
+class DiscoveryLost(PeerloomError):
+    """The libp2p daemon ended and does not come back."""
+
+    exit_code = 25
 
 
 class PeerError(PeerloomError):

@@ -1,84 +1,207 @@
 """The RunSpec: one frozen dataclass a TOML table, `check()` on each, and the run id.
 
 Every field of the spec is the run's business and the same for all nodes; what belongs to one node is in its config.
+A field's rule (type, range) stands in the field; faults between fields come from `cross()`.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peerloom.protocol.types import Encoding
+from peerloom.protocol import spec_toml
+from peerloom.protocol.errors import SpecError
+from peerloom.protocol.spec_rules import Fault, choice, faults, number, text
+from peerloom.protocol.types import Encoding, RunId
+
+MAX_PARAMETERS = 10**11  # 400 GB of fp32: above it a size is a slip of the keyboard
+MAX_BATCH_TOKENS = 2**26
+BYTE_TOKENS = 256
+PAIR_EIGENVALUE = 1.0  # largest of the one-edge Laplacian 1/2 (e_i - e_j)(e_i - e_j)^T
+
+
+class _Table:
+    """What every table of the spec can do."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Raises SpecError that names every bad field at once."""
+        found = faults(self)
+        if found:
+            raise SpecError([str(fault) for fault in found])
+
+    def cross(self) -> Iterator[Fault]:
+        """Faults between fields that are each in range."""
+        yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(_Table):
     """A transformers causal LM: built from `config`-style keys, or loaded from a local folder or hub name (`path`)."""
 
-    architecture: str = "llama"  # transformers model_type
-    path: str = ""  # a local folder or hub name instead of the sizes below
-    vocab_size: int = 256
-    hidden_size: int = 128
-    intermediate_size: int = 352
-    layers: int = 3
-    heads: int = 4
-    kv_heads: int = 4
-    tie_embeddings: bool = True
+    architecture: str = text("llama", "transformers model_type", slug=True)
+    path: str = text("", "a local folder or hub name to load instead of building from the sizes below", empty=True)
+    vocab_size: int = number(256, 2, 2**20, "tokens")
+    hidden_size: int = number(128, 2, 2**16, "a multiple of heads")
+    intermediate_size: int = number(352, 1, 2**18, "width of the feed-forward part")
+    layers: int = number(3, 1, 1024, "transformer blocks")
+    heads: int = number(4, 1, 1024, "attention heads")
+    kv_heads: int = number(4, 1, 1024, "key and value heads; divides heads")
+    tie_embeddings: bool = choice(True, "input and output embeddings are one matrix")
+
+    def cross(self) -> Iterator[Fault]:
+        if self.hidden_size % self.heads:
+            yield Fault(
+                ("hidden_size", "heads"), f"{self.hidden_size}: must be a multiple of heads, which is {self.heads}"
+            )
+        elif self.hidden_size // self.heads % 2:
+            yield Fault(
+                ("hidden_size", "heads"),
+                f"{self.hidden_size}: hidden_size / heads ({self.heads}) must be even, as rotary positions need",
+            )
+        if self.heads % self.kv_heads:
+            yield Fault(("kv_heads", "heads"), f"{self.kv_heads}: must divide heads, which is {self.heads}")
+        if self.parameters() > MAX_PARAMETERS:
+            yield Fault(
+                ("layers", "hidden_size", "intermediate_size", "vocab_size"),
+                f"{self.layers}: these sizes make about {self.parameters():.1e} parameters; "
+                f"must be sizes that make at most {MAX_PARAMETERS:.0e}",
+            )
+
+    def parameters(self) -> int:
+        """Number of weights of a Llama of these sizes, norms left out."""
+        attention = 2 * self.hidden_size**2 * (1 + self.kv_heads / self.heads)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return int(self.layers * (attention + 3 * self.hidden_size * self.intermediate_size)) + embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSpec:
+class DataSpec(_Table):
     """Text, tokenized once into memory-mapped shards."""
 
-    source: str = "stdlib"  # "stdlib", a local file or folder of .txt/.jsonl/.parquet, or "datasets:NAME"
-    text_field: str = "text"  # of JSONL and Parquet rows and `datasets` rows
-    tokenizer: str = "bytes"  # "bytes", or a local folder or hub name of a tokenizer
-    sequence_length: int = 128
-    held_out: float = 0.05  # share of documents kept for evaluation, chosen by hash
+    source: str = text("stdlib", '"stdlib", a local file or folder of .txt/.jsonl/.parquet, or "datasets:NAME"')
+    text_field: str = text("text", "of JSONL and Parquet rows and `datasets` rows", most=128)
+    tokenizer: str = text("bytes", '"bytes", or a local folder or hub name of a tokenizer')
+    sequence_length: int = number(128, 2, 2**20, "tokens")
+    held_out: float = number(
+        0.05, 0, 0.5, "share of documents kept for evaluation, chosen by hash", open_low=True, open_high=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSpec:
+class TrainSpec(_Table):
     """The inner optimizer (AdamW) and what a step is."""
 
-    batch_size: int = 8
-    learning_rate: float = 3e-3
-    warmup_steps: int = 40
-    total_steps: int = 4000  # end of the cosine; the rate stays at its floor after it
-    min_lr_ratio: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0  # 0: no clipping
-    eval_batches: int = 8
-    eval_every_rounds: int = 1
+    batch_size: int = number(8, 1, 2**16, "sequences a step")
+    learning_rate: float = number(3e-3, 0, 10, "at the top of the schedule", open_low=True)
+    warmup_steps: int = number(40, 0, 10**9, "steps of linear warm-up; below total_steps")
+    total_steps: int = number(4000, 1, 10**9, "end of the cosine; the rate stays at its floor after it")
+    min_lr_ratio: float = number(0.1, 0, 1, "the floor as a share of learning_rate")
+    beta1: float = number(0.9, 0, 1, "AdamW's, first moment", open_high=True)
+    beta2: float = number(0.95, 0, 1, "AdamW's, second moment", open_high=True)
+    eps: float = number(1e-8, 0, 1, "AdamW's", open_low=True)
+    weight_decay: float = number(0.1, 0, 10, "AdamW's, decoupled")
+    clip_norm: float = number(1.0, 0, 10**6, "of the gradient; 0: no clipping")
+    eval_batches: int = number(8, 1, 10**4, "held-out batches an evaluation")
+    eval_every_rounds: int = number(1, 1, 10**6, "rounds")
+
+    def cross(self) -> Iterator[Fault]:
+        if self.warmup_steps >= self.total_steps:
+            yield Fault(
+                ("warmup_steps", "total_steps"),
+                f"{self.warmup_steps}: must be below total_steps, which is {self.total_steps}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GaslocSpec:
+class GaslocSpec(_Table):
     """GASLoC in its basic form: one partner a round."""
 
-    local_steps: int = 20  # H
-    eta: float = 1.0
-    alpha: float = 1.0
-    gamma: float = 0.2
-    momentum: Literal["pre", "post"] = "pre"
-    pairing: Literal["rendezvous", "scheduled"] = "rendezvous"
-    encoding: Encoding = "fp32"
-    match_timeout_s: float = 10.0
-    max_round_skew: int = 8
+    local_steps: int = number(20, 1, 10**6, "H: optimizer steps between exchanges")
+    eta: float = number(1.0, 0, 10, "outer rate: y = theta_0 + eta (theta_H - theta_0)", open_low=True)
+    alpha: float = number(1.0, 0, 4, "mixing: 1 is the exact mean of the pair", open_low=True, open_high=True)
+    gamma: float = number(0.2, 0, 1, "outer momentum; 0: none", open_high=True)
+    momentum: Literal["pre", "post"] = choice("pre", "of the iterate before mixing, or after it")
+    pairing: Literal["rendezvous", "scheduled"] = choice(
+        "rendezvous", "with whoever is ready, or by a matching drawn from (seed, round)"
+    )
+    encoding: Encoding = choice("fp32", "of parameters on the wire")
+    match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
+    max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
+
+    def cross(self) -> Iterator[Fault]:
+        limit = stable_alpha(self.gamma, self.momentum)
+        if self.alpha >= limit:
+            yield Fault(
+                ("alpha", "gamma", "momentum"),
+                f"{self.alpha}: a pair diverges; must be below {limit:.6g} "
+                f"with gamma = {self.gamma} and momentum = {self.momentum!r}",
+            )
+
+
+def stable_alpha(gamma: float, momentum: Literal["pre", "post"]) -> float:
+    """The mixing rate from which one pair diverges: modes z^2 - (1 - alpha l + gamma) z + gamma = 0 (GASLoC)."""
+    plain = 2 * (1 + gamma) / PAIR_EIGENVALUE
+    return plain if momentum == "pre" else plain / (1 + 2 * gamma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class RunSpec(_Table):
     """A whole run."""
 
-    name: str = "stdlib-llama"
-    seed: int = 1
-    method: Literal["gasloc"] = "gasloc"
-    token_budget: int = 0  # of the whole swarm; 0: none
+    name: str = text("stdlib-llama", "of the run, for people", slug=True)
+    seed: int = number(1, 0, 2**63 - 1, "of theta_0, data order and pairing")
+    method: Literal["gasloc"] = choice("gasloc", "how nodes train together")
+    token_budget: int = number(0, 0, 2**63 - 1, "tokens of the whole swarm after which the run is done; 0: none")
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     gasloc: GaslocSpec = field(default_factory=GaslocSpec)
+
+    def cross(self) -> Iterator[Fault]:
+        built, vocab = not self.model.path, self.model.vocab_size
+        if built and self.data.tokenizer == "bytes" and vocab < BYTE_TOKENS:
+            yield Fault(
+                ("model.vocab_size", "data.tokenizer", "model.path"),
+                f'{vocab}: must be at least {BYTE_TOKENS} with data.tokenizer = "bytes"',
+            )
+        if self.train.batch_size * self.data.sequence_length > MAX_BATCH_TOKENS:
+            yield Fault(
+                ("train.batch_size", "data.sequence_length"),
+                f"{self.train.batch_size}: must be at most {MAX_BATCH_TOKENS // self.data.sequence_length} "
+                f"with data.sequence_length = {self.data.sequence_length}",
+            )
+
+    @classmethod
+    def from_toml(cls, source: str) -> RunSpec:
+        """The spec that a TOML text describes, keys left out at their defaults.
+
+        Raises SpecError whose problems name every unknown key, bad type and bad range, with key and line.
+        """
+        spec, found, lines = spec_toml.read(cls, source)
+        found += faults(spec)
+        if found:
+            raise SpecError(spec_toml.sentences(found, lines))
+        return spec
+
+    def canonical(self) -> str:
+        """The one TOML text of this spec: every key, fixed order; equal specs have equal text. Raises SpecError."""
+        self.check()
+        return spec_toml.write(self)
+
+    def template(self) -> str:
+        """The canonical text with a comment before each key: what it is, its unit, what it may hold."""
+        self.check()
+        return spec_toml.write(self, comments=True)
+
+    def spec_hash(self) -> str:
+        """SHA-256 of the canonical text, hex."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()
+
+    @property
+    def run_id(self) -> RunId:
+        """The first 16 hex digits of `spec_hash()`."""
+        return RunId(self.spec_hash()[:16])

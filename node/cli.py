@@ -1,0 +1,115 @@
+"""The `peer` command: what can be asked of it; the work is in `cli_*.py`, loaded when a command runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerloom.node.cli_options import Flags, command
+from peerloom.node.failures import exit_codes
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train one model together with others, from machine to machine, with no server in the middle.",
+    epilog="\n".join(["[bold]Exit codes[/bold]", *(f"{code}  {text}" for code, text in exit_codes().items())]),
+)
+run_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Write or check a run.toml.")
+app.add_typer(run_app, name="run")
+
+Invites = Annotated[
+    list[str] | None, typer.Argument(metavar="[INVITE]...", help="Where to join: /ip4/.../tcp/.../p2p/...")
+]
+RunFile = Annotated[
+    Path | None, typer.Option("--run", metavar="RUN.TOML", help="The run; by default the swarm's, or the embedded one.")
+]
+
+
+@command(app, "demo", home=False)
+def demo(
+    flags: Flags,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Trainers to start.")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long it runs, start included.")] = 3.0,
+    method: Annotated[str, typer.Option(help="How the nodes learn from each other: gasloc.")] = "gasloc",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
+) -> int:
+    """Run a real swarm of local processes and watch it learn."""
+    from peerloom.node.cli_demo import demo
+
+    flags.config(quiet=True)
+    return demo(nodes=nodes, seconds=minutes * 60, method=method, json_file=json, keep=flags.debug)
+
+
+@command(app, "bootstrap", node=True)
+def bootstrap(flags: Flags, run: RunFile = None) -> int:
+    """Start a seed node: it gives out the run and does not train."""
+    from peerloom.node.cli_run import serve
+
+    return serve(flags.config(), role="bootstrap", invites=[], run_file=run, verbose=flags.verbose)
+
+
+@command(app, "join", node=True)
+def join(flags: Flags, invites: Invites = None, run: RunFile = None) -> int:
+    """Join a swarm and train; with no INVITE, start a swarm of one."""
+    from peerloom.node.cli_run import serve
+
+    return serve(flags.config(), role="trainer", invites=invites or [], run_file=run, verbose=flags.verbose)
+
+
+@command(app, "status")
+def status(
+    flags: Flags,
+    invites: Invites = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, until Ctrl-C.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one object a line.")] = False,
+) -> int:
+    """Show the swarm; with no INVITE, the one this home joined last."""
+    from peerloom.node.cli_status import status
+
+    return status(flags.config(quiet=True), invites or [], watch=watch, as_json=json)
+
+
+@command(app, "export")
+def export(
+    flags: Flags,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write it.")] = Path("model"),
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Which run; needed when this home knows several.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Write the newest checkpoint as a Hugging Face folder."""
+    from peerloom.node.cli_files import export
+
+    export(flags.config(quiet=True), out=out, run_id=run_id, force=force)
+
+
+@command(run_app, "init", home=False)
+def run_init(
+    flags: Flags,
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The file to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a run.toml to start from."""
+    from peerloom.node.cli_files import write_template
+
+    write_template(path, force=force)
+
+
+@command(run_app, "check", home=False)
+def run_check(flags: Flags, path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to check.")]) -> int:
+    """Check a run.toml and print its run id."""
+    from peerloom.node.cli_files import check
+
+    return check(path)
+
+
+def main() -> None:
+    """Entry point of `peer`."""
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is loaded: its fork handlers stall a node that spawns
+    app(prog_name="peer")

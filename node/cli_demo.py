@@ -1,0 +1,140 @@
+"""`peer demo`: what it shows while it runs and what it says at the end; the swarm itself is `demo`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from peerloom.node.config import load_config
+from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, run_demo
+from peerloom.node.failures import OK, UNEXPECTED
+from peerloom.node.specs import embedded_spec
+from peerloom.node.status import render, rows_of, summary, totals_of
+from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus
+
+METHODS = ("gasloc",)
+WATCH_S = 1.0
+LINE_EVERY_S = 10.0  # where there is no terminal to redraw
+
+
+def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, keep: bool) -> int:
+    """Runs the demo in a temporary folder, which stays with `keep`; 0 when it reached its marks or was interrupted."""
+    if method not in METHODS:
+        raise ConfigError(f"--method {method}: this version has {', '.join(METHODS)}")
+    folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
+    console = Console()
+    try:
+        plan = DemoPlan(folder=folder, nodes=nodes, seconds=seconds, method=method)
+        outcome = asyncio.run(_run(plan, console))
+    finally:
+        if keep:
+            console.print(f"Homes and logs of the nodes are in {folder}", soft_wrap=True)
+        else:
+            shutil.rmtree(folder)
+    if json_file is not None:
+        json_file.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
+    _report(outcome, console)
+    return OK if outcome.interrupted or not outcome.failures else UNEXPECTED
+
+
+async def _run(plan: DemoPlan, console: Console) -> DemoOutcome:
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    try:
+        with _Screen(embedded_spec(), plan, console) as screen:
+            return await run_demo(plan, _observer(plan.folder), screen.show, interrupted)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _observer(folder: Path) -> Watch:
+    """Watches the swarm as `peer status --watch` does, with a home of its own."""
+
+    async def watch(invites: list[str]) -> AsyncIterator[list[NodeStatus]]:
+        from peerloom.node.observer import watch_swarm
+
+        config = load_config(home=folder / "observer", listen="127.0.0.1", port=0, grpc_port=0)
+        async for statuses in watch_swarm(config, invites, WATCH_S):
+            yield statuses
+
+    return watch
+
+
+class _Screen:
+    """A live table with a countdown; where there is no terminal, a line now and then."""
+
+    def __init__(self, spec: RunSpec, plan: DemoPlan, console: Console) -> None:
+        self._spec = spec
+        self._ends_at = time.monotonic() + plan.seconds
+        self._console = console
+        self._statuses: list[NodeStatus] = []
+        self._live = Live(console=console, get_renderable=self._render) if console.is_terminal else None
+        self._said_at = 0.0
+        console.print(
+            f"Starting a bootstrap node and {plan.nodes} trainers with {plan.threads} CPU thread(s) each, "
+            f"for {plan.seconds / 60:g} minutes."
+        )
+
+    def __enter__(self) -> _Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, statuses: list[NodeStatus]) -> None:
+        """Takes the newest word of every node."""
+        self._statuses = statuses
+        now = time.monotonic()
+        if self._live is None and now >= self._said_at + LINE_EVERY_S:
+            self._said_at = now
+            self._console.print(f"{self._left()}: {summary(totals_of(rows_of(statuses, time.time())))}", soft_wrap=True)
+
+    def _render(self) -> Group:
+        rows = rows_of(self._statuses, time.time())
+        return Group(render(self._spec, self._spec.run_id, rows), Text(f"{self._left()}, Ctrl-C ends it", "dim"))
+
+    def _left(self) -> str:
+        left_s = max(0.0, self._ends_at - time.monotonic())
+        return f"{int(left_s // 60)}:{int(left_s % 60):02d} left"
+
+
+def _report(outcome: DemoOutcome, console: Console) -> None:
+    if outcome.tail:
+        console.print(outcome.tail, markup=False, highlight=False, soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("node")
+    for heading in ("held-out loss", "rounds", "partners", "tokens"):
+        table.add_column(heading, justify="right")
+    for node in outcome.nodes:
+        loss = "" if node.loss is None else f"{node.loss:.3f}"
+        table.add_row(node.name, loss, str(node.rounds), str(node.partners), f"{node.tokens:,}")
+    console.print(table)
+    if outcome.spread is not None:
+        console.print(f"Spread of loss between nodes: {outcome.spread:.3f} nats a byte")
+    for name in outcome.killed:
+        console.print(f"{name} was slow to stop and was killed", style="yellow")
+    if outcome.failures and outcome.interrupted:
+        console.print("Ended before its time, so not judged.")
+    for failure in [] if outcome.interrupted else outcome.failures:
+        Console(stderr=True).print(f"peer: the demo failed: {failure}", markup=False, highlight=False, soft_wrap=True)
+    if not outcome.failures:
+        console.print("All nodes trained, exchanged with one another and agree.", style="green")

@@ -1,0 +1,61 @@
+"""`peer run init`, `peer run check` and `peer export`: commands that touch files and no network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peerloom.node.specs import TEMPLATE, load_spec
+from peerloom.protocol.errors import CheckpointError, ConfigError, SpecError, StorageError
+from peerloom.protocol.types import RunId
+
+if TYPE_CHECKING:
+    from peerloom.node.config import NodeConfig
+    from peerloom.node.folders import Folders
+
+
+def write_template(path: Path, *, force: bool) -> None:
+    """Writes a run.toml with every key at its default; raises StorageError for one that is there, without `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(TEMPLATE)
+    except FileExistsError:
+        raise StorageError(f"{path} is there already; name another file, or replace it with --force") from None
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; name another file") from error
+    print(f"wrote {path}; change it, then: peer run check {path}")
+
+
+def check(path: Path) -> int:
+    """Prints a run.toml's name and id, or each of its faults on a line of its own."""
+    try:
+        spec = load_spec(path)
+    except SpecError as error:
+        print("\n".join(f"peer: {problem}" for problem in error.problems), file=sys.stderr)
+        return error.exit_code
+    print(f"{path} is well: run {spec.run_id}, {spec.name}, method {spec.method}")
+    return 0
+
+
+def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool) -> None:
+    """Writes this home's newest checkpoint of a run to `out`; raises CheckpointError when there is none."""
+    folders = config.folders
+    run_dir = folders.run_dir(RunId(run_id)) if run_id else _only_run(folders)
+    if not (run_dir / "run.toml").exists():
+        raise CheckpointError(f"{run_dir} holds no run; pass the --home that trained it")
+    spec = load_spec(run_dir / "run.toml")
+    from peerloom.node.export import export as write
+
+    write(run_dir, spec, out, force=force)
+    print(f"wrote {out}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")
+
+
+def _only_run(folders: Folders) -> Path:
+    runs = sorted(file.parent for file in folders.runs_dir.glob("*/run.toml"))
+    if not runs:
+        raise CheckpointError(f"no run has been trained in {folders.data}; train with `peer join`, or pass --home")
+    if len(runs) > 1:
+        names = ", ".join(f"{run.name} ({load_spec(run / 'run.toml').name})" for run in runs)
+        raise ConfigError(f"this home knows several runs, {names}; choose one with --run-id")
+    return runs[0]

@@ -1,0 +1,47 @@
+"""What every part of a node shares: its settings, seams and facts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peerloom.node.facts import Facts
+from peerloom.node.journal import Journal
+from peerloom.node.phases import Phases
+from peerloom.node.seams import Clock, Transport
+from peerloom.node.view import SwarmView
+from peerloom.protocol.runspec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What belongs to this node and not to the run."""
+
+    run_dir: Path
+    cache_dir: Path
+    device: str = "cpu"
+    threads: int = 0
+    checkpoint_every_s: float = 60.0
+    first_view_s: float = 10.0  # how long a joiner waits to see anybody at all
+    expect_peers: bool = False  # joined by an invite: somebody must be there
+    max_rounds: int | None = None  # stop after so many; None: train on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Handed to the node, its trainer and its joiner."""
+
+    settings: NodeSettings
+    spec: RunSpec
+    facts: Facts
+    clock: Clock
+    rng: random.Random
+    transport: Transport
+    view: SwarmView
+    phases: Phases
+    journal: Journal
+    progress: Callable[[str, float], None]
+    draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,0 +1,69 @@
+"""The batch cursor that survives kill -9: indices are reserved on disk before a round may train on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from blake3 import blake3
+
+from peerloom.node.durable import replace_file, storage_errors
+
+JUMP = 1 << 20  # batches skipped when the file is lost: more than a node can have used since its last checkpoint
+
+
+class BatchCursor:
+    """Hands out batch indices, each at most once over all lives of the node.
+
+    `next` is the first index never handed out. `note` says what was wrong with the file at the start ("" if nothing).
+    """
+
+    def __init__(self, path: Path, checkpointed: int | None) -> None:
+        """Opens the file; `checkpointed` is the newest checkpoint's cursor, None when there is no checkpoint."""
+        self._path = path
+        self.next, self.note = _opening(path, checkpointed)
+
+    def reserve(self, count: int) -> int:
+        """Returns the first of `count` indices, on disk before they are used; raises StorageError."""
+        first = self.next
+        self._write(first + count)
+        self.next = first + count
+        return first
+
+    def give_back(self, first_unused: int) -> None:
+        """Returns the end of the last reservation, from `first_unused` on; raises StorageError."""
+        if first_unused < self.next:
+            self._write(first_unused)
+            self.next = first_unused
+
+    def _write(self, value: int) -> None:
+        with storage_errors(f"the batch cursor {self._path}"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, _encode(value))
+
+
+def _encode(value: int) -> bytes:
+    return json.dumps({"next": value, "check": blake3(str(value).encode()).hexdigest()}).encode()
+
+
+def _decode(content: bytes) -> int | None:
+    """The value, or None for a torn or altered file."""
+    try:
+        value = json.loads(content)["next"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, int) and content == _encode(value) else None
+
+
+def _opening(path: Path, checkpointed: int | None) -> tuple[int, str]:
+    try:
+        value = _decode(path.read_bytes())
+        fault = "damaged"
+    except FileNotFoundError:
+        if checkpointed is None:
+            return 0, ""
+        value, fault = None, "missing"
+    if value is not None:
+        return max(value, checkpointed or 0), ""
+    start = (checkpointed or 0) + JUMP
+    return start, f"the batch cursor {path} is {fault}; going on at batch {start}, so that none is repeated"

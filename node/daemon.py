@@ -1,0 +1,281 @@
+"""Builds a node on the real seams (hivemind DHT, gRPC, a worker process) and runs it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from peerloom.node.clock import SystemClock
+from peerloom.node.config import NodeConfig
+from peerloom.node.context import Context, NodeSettings
+from peerloom.node.discovery import DhtDiscovery
+from peerloom.node.facts import Facts
+from peerloom.node.folders import Folders, ensure_writable
+from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.identity import Identity, load_or_create, lock_identity
+from peerloom.node.journal import Journal
+from peerloom.node.node import Node
+from peerloom.node.phases import Phases
+from peerloom.node.seams import WorkerPort
+from peerloom.node.specs import sign_spec, verify_spec
+from peerloom.node.tls import load_or_make
+from peerloom.node.view import SwarmView
+from peerloom.node.worker.port import WorkerProcess
+from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, PeerloomError, RunMismatch
+from peerloom.protocol.invite import Invite, parse_invite
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus, PeerId, Role, RunId, SignedSpec
+
+log = logging.getLogger(__name__)
+
+OTHER_SELF_S = 3.0  # how long a live namesake gets to answer before it counts as gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """Where a started node can be found, and where the seconds of its start went."""
+
+    peer_id: PeerId
+    run_id: RunId
+    invites: list[str]
+    grpc_addresses: tuple[str, ...]
+    phases: list[tuple[str, float]]
+
+
+class Workers:
+    """Makes the worker processes of a node; the first is launched early, to import while the node finds its swarm."""
+
+    def __init__(self) -> None:
+        self._early: WorkerProcess | None = None
+
+    def launch(self) -> None:
+        """Starts the first worker now."""
+        self._early = WorkerProcess()
+        self._early.launch()
+
+    def __call__(self) -> WorkerPort:
+        worker, self._early = self._early or WorkerProcess(), None
+        return worker
+
+    async def stop(self) -> None:
+        """Ends the early worker if nobody took it."""
+        if self._early is not None:
+            await self._early.stop()
+
+
+async def run_node(
+    config: NodeConfig,
+    *,
+    role: Role,
+    invites: list[str],
+    spec: RunSpec | None,
+    on_ready: Callable[[NodeInfo], None],
+    on_status: Callable[[NodeStatus], None],
+) -> int:
+    """Runs one node until SIGTERM, SIGINT or the end of the run; raises a PeerloomError that says what stopped it.
+
+    `spec` starts a run, or must be the run of the invites; None takes the run that the invites lead to.
+    """
+    clock = SystemClock()
+    phases = Phases(clock)
+    seeds = [parse_invite(text) for text in (*invites, *config.seeds)]
+    folders = config.folders
+    async with AsyncExitStack() as stack:
+        ensure_writable(folders.data)
+        identity = load_or_create(folders.identity_file)
+        stack.enter_context(lock_identity(folders.identity_file))
+        workers = Workers()
+        if role == "trainer":
+            workers.launch()
+        stack.push_async_callback(workers.stop)
+        phases.mark("identity")
+        discovery = await _discover(config, identity, seeds, clock, stack)
+        phases.mark("DHT")
+        signed = await _agree_on_run(discovery, identity, seeds, spec)
+        run_spec = verify_spec(signed)
+        discovery.join_run(run_spec.run_id)
+        phases.mark("run spec")
+        run_dir = ensure_writable(folders.run_dir(run_spec.run_id))
+        ensure_writable(folders.cache)
+        own_invites = await discovery.invites()
+        _remember(folders, run_dir, signed, [*own_invites[:1], *(str(seed) for seed in seeds)])
+        certificate = load_or_make(folders.data, clock.wall())
+        transport = GrpcTransport(
+            identity=identity,
+            certificate=certificate,
+            run_id=run_spec.run_id,
+            spec_hash=run_spec.spec_hash(),
+            listen=tuple((host, config.grpc_port) for host in config.listen),
+            announce=config.announce,
+            clock=clock,
+            rng=random.Random(secrets.randbits(64)),
+            allow=(lambda peer: peer in config.allow) if config.allow else None,
+        )
+        stack.push_async_callback(transport.stop)
+        facts = Facts(
+            peer_id=identity.peer_id,
+            name=config.name,
+            role=role,
+            version=metadata.version("peerloom"),
+            instance=secrets.token_hex(8),
+            cert_der=certificate.der,
+            clock=clock,
+            bytes_moved=transport.bytes_moved,
+            started_at=clock.wall(),
+        )
+        view = SwarmView(discovery, facts, run_spec, clock, signed)
+        await _refuse_second_self(view, transport, facts)
+        context = Context(
+            settings=NodeSettings(
+                run_dir=run_dir,
+                cache_dir=folders.cache,
+                device=config.device,
+                threads=config.threads,
+                checkpoint_every_s=config.checkpoint_every_s,
+                expect_peers=bool(seeds),
+            ),
+            spec=run_spec,
+            facts=facts,
+            clock=clock,
+            rng=random.Random(secrets.randbits(64)),
+            transport=transport,
+            view=view,
+            phases=phases,
+            journal=Journal(run_dir / "metrics.jsonl", clock.wall),
+            progress=_progress(facts, on_status),
+        )
+        node = Node(context, discovery, workers if role == "trainer" else None)
+        _tell_changes(facts, view, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases)))
+        _drain_on_signals(node, stack)
+        await _run_while_discoverable(node, discovery)
+    return 0
+
+
+async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
+    """Runs the node; when the DHT is lost for good it drains, saves, and raises DiscoveryLost."""
+    running = asyncio.ensure_future(node.run())
+    closed = asyncio.ensure_future(discovery.closed.wait())
+    try:
+        await asyncio.wait((running, closed), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            node.drain()
+        await running
+        if discovery.failure is not None:
+            raise DiscoveryLost(f"{discovery.failure}; the model is saved: start the node again")
+    finally:
+        running.cancel()
+        closed.cancel()
+        await asyncio.gather(running, closed, return_exceptions=True)
+
+
+async def _discover(
+    config: NodeConfig, identity: Identity, seeds: list[Invite], clock: SystemClock, stack: AsyncExitStack
+) -> DhtDiscovery:
+    discovery = await DhtDiscovery.create(
+        identity=identity,
+        identity_path=config.folders.identity_file,
+        seeds=seeds,
+        host=config.listen,
+        port=config.port,
+        announce=config.announce,
+        clock=clock,
+    )
+    stack.push_async_callback(discovery.stop)
+    return discovery
+
+
+async def _agree_on_run(
+    discovery: DhtDiscovery, identity: Identity, seeds: list[Invite], spec: RunSpec | None
+) -> SignedSpec:
+    """The run to take part in: the swarm's if there is one, checked against `spec` and the invites; else our own."""
+    pinned = {seed.run_id for seed in seeds if seed.run_id is not None}
+    if spec is not None:
+        pinned.add(spec.run_id)
+    if len(pinned) > 1:
+        raise RunMismatch(f"the invites and the spec name different runs: {', '.join(sorted(pinned))}; use one run's")
+    found = await discovery.runs() if seeds else {}
+    wanted = next(iter(pinned), None)
+    if wanted is not None and wanted in found:
+        return found[wanted]
+    if not seeds:
+        assert spec is not None  # ours: the caller gives a spec where there is no invite
+        return sign_spec(spec, identity)
+    known = ", ".join(sorted(found)) or "none"
+    if wanted is not None:
+        raise RunMismatch(f"the swarm behind the invite runs {known}, not {wanted}; ask its organizer for a new invite")
+    if len(found) != 1:
+        raise RunMismatch(f"the swarm behind the invite announces {known} runs; ask for an invite that ends in #RUN_ID")
+    return next(iter(found.values()))
+
+
+def _remember(folders: Folders, run_dir: Path, signed: SignedSpec, invites: list[str]) -> None:
+    """Leaves the spec for `peer export`, and the invites for a `peer status` without one."""
+    (run_dir / "run.toml").write_text(signed.text, encoding="utf-8")
+    (folders.data / "last_invite").write_text("\n".join(invites) + "\n", encoding="utf-8")
+
+
+async def _refuse_second_self(view: SwarmView, transport: GrpcTransport, facts: Facts) -> None:
+    """Raises IdentityInUse when another live node answers with this identity; a dead one's record is no hindrance."""
+    other = await view.own_record()
+    if other is None or other.instance == facts.instance:
+        return
+    try:
+        async with asyncio.timeout(OTHER_SELF_S):
+            answer = await transport.status(other)
+    except (PeerloomError, TimeoutError):
+        return
+    if answer.record.instance != facts.instance:
+        raise IdentityInUse(
+            f"the node {answer.record.name!r} at {other.addresses[0]} runs with this identity already; stop it, or "
+            "start this one with another --home"
+        )
+
+
+def _progress(facts: Facts, on_status: Callable[[NodeStatus], None]) -> Callable[[str, float], None]:
+    def progress(what: str, share: float) -> None:
+        facts.counters["progress"] = share
+        if facts.state in ("starting", "fetching"):
+            facts.reason = what
+        on_status(facts.status())
+
+    return progress
+
+
+def _tell_changes(
+    facts: Facts, view: SwarmView, on_status: Callable[[NodeStatus], None], on_ready: Callable[[], None]
+) -> None:
+    """Passes every change on; `on_ready` once, when the node trains or serves for the first time."""
+    pending = [on_ready]
+
+    def changed() -> None:
+        view.tell()
+        on_status(facts.status())
+        if pending and facts.state in ("seeking", "serving"):
+            pending.pop()()
+
+    facts.changed = changed
+
+
+def _info(facts: Facts, spec: RunSpec, invites: list[str], phases: Phases) -> NodeInfo:
+    return NodeInfo(
+        peer_id=facts.peer_id,
+        run_id=spec.run_id,
+        invites=invites,
+        grpc_addresses=facts.addresses,
+        phases=list(phases.seconds),
+    )
+
+
+def _drain_on_signals(node: Node, stack: AsyncExitStack) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, node.drain)
+        stack.callback(loop.remove_signal_handler, number)

@@ -1,0 +1,437 @@
+"""Discovery on hivemind's DHT, in this process's own event loop.
+
+What is published here is kept and served here too, so a record outlives the node that first took it. Caches of hivemind
+are all off: a find asks the nearest nodes each time and merges what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, Final
+
+from peerloom.node import dht_records as records
+from peerloom.node.announce import announce_multiaddrs, best_first
+from peerloom.node.dht_records import PeerEntry, RecordValidator
+from peerloom.node.identity import Identity
+from peerloom.node.p2pd import P2pDaemon, P2pdOptions, listen_multiaddrs
+from peerloom.node.ports import HeldPort, hold_port
+from peerloom.node.seams import Clock
+from peerloom.node.seeds import PROBE_TIMEOUT_S, ProbeReply, check_clock, probe_seeds, serve_probe
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError
+from peerloom.protocol.invite import Invite
+from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, PeerId, PeerRecord, RunId, SignedSpec
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S: Final = 2.5  # of one DHT call; a dead node costs two of them once, then it is forgotten
+STORE_TIMEOUT_S: Final = 6.0
+FIND_TIMEOUT_S: Final = 6.0
+STOP_TIMEOUT_S: Final = 3.0
+TEND_S: Final = 5.0  # between looks at whether the seeds are still with us
+RESTART_DELAYS_S: Final = (0.0, 1.0, 5.0, 15.0, 30.0)  # before each attempt in a row to bring p2pd back
+STEADY_S: Final = 60.0  # p2pd that lived this long starts the delays anew
+MAX_CONTACTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    identity: Identity
+    identity_path: Path | None
+    seeds: tuple[Invite, ...]
+    hosts: tuple[str, ...]
+    announce: tuple[str, ...]
+    clock: Clock
+    client_only: bool
+
+
+@dataclass(slots=True)
+class _Own:
+    """This node's last word, to publish again after a restart of p2pd."""
+
+    record: PeerRecord | None = None
+    first_issued_at: float = 0.0
+    issued_at: float = 0.0
+    expires_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Stack:
+    """One life of p2pd and what runs on it."""
+
+    daemon: P2pDaemon
+    dht: Any = None  # hivemind.dht.DHTNode
+
+
+class DhtDiscovery:
+    """node.seams.Discovery on a hivemind DHT; `closed` is set when it has ended, `failure` says why if by itself.
+
+    `warnings` holds sentences for the user from the join; `rival` another node's record under this node's peer id.
+    """
+
+    def __init__(self, settings: _Settings, run_id: RunId | None) -> None:
+        self._settings = settings
+        self._clock = settings.clock
+        self.run_id = run_id
+        self.peer_id = settings.identity.peer_id
+        self.closed = asyncio.Event()
+        self.failure: str | None = None
+        self.warnings: list[str] = []
+        self.rival: PeerRecord | None = None
+        self.restarts = 0
+        self._ports: list[HeldPort] = []
+        self._stack: _Stack | None = None
+        self._own = _Own()
+        self._seen: dict[PeerId, PeerEntry] = {}
+        self._contacts: dict[PeerId, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def create(
+        cls,
+        *,
+        identity: Identity,
+        identity_path: Path | None,
+        clock: Clock,
+        seeds: Sequence[Invite] = (),
+        host: str | Sequence[str] = "0.0.0.0",
+        port: int = 0,
+        announce: Sequence[str] = (),
+        client_only: bool = False,
+        run_id: RunId | None = None,
+    ) -> DhtDiscovery:
+        """Listens on `port` of each IP address in `host`, probes the seeds, and joins the DHT by those that answer.
+
+        `announce` are multiaddrs to give to others (without a port: the one bound). A client listens on nothing and
+        publishes nothing; it alone may have no identity file. Raises ConfigError, PortInUse, SeedUnreachable,
+        RunMismatch, VersionMismatch or ClockSkew.
+        """
+        settings = _Settings(
+            identity=identity,
+            identity_path=identity_path,
+            seeds=tuple(seeds),
+            hosts=(host,) if isinstance(host, str) else tuple(host),
+            announce=tuple(announce),
+            clock=clock,
+            client_only=client_only,
+        )
+        self = cls(settings, run_id)
+        try:
+            if not client_only:
+                self._hold_ports(port)
+            await self._join()
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._supervise(), name="discovery supervisor"),
+            asyncio.create_task(self._tend(), name="discovery tending"),
+        ]
+        return self
+
+    def _hold_ports(self, port: int) -> None:
+        for host in self._settings.hosts:
+            self._ports.append(hold_port(host, port))
+            port = self._ports[0].port
+
+    @property
+    def port(self) -> int:
+        """The TCP port p2pd listens on; 0 for a client."""
+        return self._ports[0].port if self._ports else 0
+
+    @property
+    def p2pd_pid(self) -> int | None:
+        """Of the libp2p daemon, None while it is down."""
+        return self._stack.daemon.pid if self._stack else None
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        stack = await self._start_stack()
+        good: list[Invite] = []
+        seeds = [seed for seed in self._settings.seeds if seed.peer_id != self.peer_id]
+        if seeds:
+            reports = await probe_seeds(stack.daemon, seeds, self._clock, self.run_id)
+            if warning := check_clock(reports):
+                self.warnings.append(warning)
+                log.warning("%s", warning)
+            good = [report.invite for report in reports]
+        await self._start_dht(stack, good)
+
+    async def _start_stack(self) -> _Stack:
+        hosts = () if self._settings.client_only else self._settings.hosts
+        options = P2pdOptions(
+            listen=listen_multiaddrs(hosts, self.port),
+            announce=announce_multiaddrs(self._settings.announce, self.port),
+            identity_path=self._settings.identity_path,
+            port_map=any(host in ("0.0.0.0", "::") for host in hosts),
+        )
+        stack = self._stack = _Stack(await P2pDaemon.start(options))
+        if not self._settings.client_only:
+            await serve_probe(stack.daemon.p2p, self._probe_reply)
+        return stack
+
+    async def _start_dht(self, stack: _Stack, seeds: Sequence[Invite]) -> None:
+        from hivemind.dht.node import DHTNode
+
+        stack.dht = await DHTNode.create(
+            p2p=stack.daemon.p2p,
+            initial_peers=[seed.multiaddr for seed in seeds],
+            wait_timeout=RPC_TIMEOUT_S,
+            client_mode=self._settings.client_only,
+            record_validator=RecordValidator(self._clock.wall),
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+        )
+
+    def _probe_reply(self) -> ProbeReply:
+        return ProbeReply(
+            wall=self._clock.wall(),
+            version=package_version("peerloom"),
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            run_id=self.run_id,
+        )
+
+    def join_run(self, run_id: RunId) -> None:
+        """Says which run this node is in, once it has found out by `runs()`."""
+        self.run_id = run_id
+        self._seen.clear()
+
+    def _run(self) -> RunId:
+        if self.run_id is None:
+            raise ValueError("no run was joined: call join_run first")
+        return self.run_id
+
+    async def invites(self) -> list[str]:
+        """The lines others may join by, best first; a node on loopback alone names that."""
+        if self._stack is None or self._settings.client_only:
+            return []
+        addresses = best_first(await self._stack.daemon.addresses())
+        return [str(Invite(address, self.peer_id, self.run_id)) for address in addresses]
+
+    # -- records ------------------------------------------------------------------------------------------------
+
+    async def publish(self, record: PeerRecord) -> bool:
+        """Signs and stores this node's record for 30 s; False when others exist and none took it. Raises ValueError."""
+        if record.peer_id != self.peer_id:
+            raise ValueError(f"{self.peer_id} cannot publish the record of {record.peer_id}")
+        own, run_id = self._own, self._run()
+        own.expires_at = records.next_expiry(self._clock.wall(), own.expires_at)
+        value = records.encode_peer(self._settings.identity, run_id, record, own.expires_at)
+        own.first_issued_at = own.first_issued_at or record.issued_at
+        own.record, own.issued_at = record, record.issued_at
+        return await self._store(records.peers_key(run_id), self.peer_id, value, own.expires_at)
+
+    async def withdraw(self) -> None:
+        """Puts a tombstone over this node's record, if it published one."""
+        own = self._own
+        if own.record is None:
+            return
+        own.record, own.expires_at = None, own.expires_at + records.OUTRANK_S
+        own.issued_at = max(self._clock.wall(), own.issued_at)
+        value = records.encode_gone(self._settings.identity, self._run(), own.issued_at, own.expires_at)
+        await self._store(records.peers_key(self._run()), self.peer_id, value, own.expires_at)
+
+    async def publish_spec(self, spec: SignedSpec) -> bool:
+        """Stores a spec for a day under its run and in the list of runs; ValueError when its owner did not sign it."""
+        if not records.verify_spec(spec):
+            raise ValueError(f"the spec is not signed by {spec.owner}")
+        run_id, value = records.spec_run_id(spec.text), records.encode_spec(spec)
+        expires_at = self._clock.wall() + records.SPEC_LIFE_S
+        return all(
+            await asyncio.gather(
+                self._store(records.RUNS_KEY, run_id, value, expires_at),
+                self._store(records.spec_key(run_id), spec.owner, value, expires_at),
+            )
+        )
+
+    async def peers(self) -> list[PeerRecord]:
+        """All live records of the run, verified, this node's own left out; what was seen stays until it expires."""
+        run_id = self._run()
+        for subkey, value, expires_at in await self._find(records.peers_key(run_id)):
+            try:
+                entry = records.decode_peer(run_id, PeerId(subkey), value, expires_at)
+            except MalformedMessage as error:
+                log.debug("a record of %s is left out: %s", subkey, error)
+                continue
+            if entry.outranks(self._seen.get(entry.peer_id)):
+                self._seen[entry.peer_id] = entry
+        now = self._clock.wall()
+        self._seen = {peer: entry for peer, entry in self._seen.items() if entry.expires_at > now}
+        self._look_for_rival()
+        return [
+            entry.record
+            for peer, entry in self._seen.items()
+            if entry.record is not None and peer != self.peer_id and entry.issued_at <= now + records.SKEW_S
+        ]
+
+    def _look_for_rival(self) -> None:
+        entry, own = self._seen.get(self.peer_id), self._own
+        if entry is None or entry.record is None or own.record is None or self.rival is not None:
+            return
+        if entry.record.instance != own.record.instance and entry.issued_at > own.first_issued_at:
+            self.rival = entry.record
+            log.error("another node runs with this node's identity %s (as %r)", self.peer_id, entry.record.name)
+
+    async def own_record(self) -> PeerRecord | None:
+        """The live record under this node's own id: of an earlier life, or of another node with the same key."""
+        await self.peers()
+        entry = self._seen.get(self.peer_id)
+        return entry.record if entry is not None else None
+
+    async def runs(self) -> dict[RunId, SignedSpec]:
+        """The specs of all runs that this swarm knows, verified."""
+        found: dict[RunId, SignedSpec] = {}
+        for _, value, _ in await self._find(records.RUNS_KEY):
+            try:
+                run_id, spec = records.decode_spec(value)
+            except MalformedMessage as error:
+                log.debug("a spec is left out: %s", error)
+                continue
+            found[run_id] = spec
+        return found
+
+    async def _store(self, key: bytes, subkey: str, value: bytes, expires_at: float) -> bool:
+        dht = self._stack.dht if self._stack else None
+        if dht is None or not dht.is_alive:
+            return False
+        from hivemind.dht.routing import DHTID
+
+        packed = dht.protocol.serializer.dumps(value)
+        dht.protocol.storage.store(DHTID.generate(key), packed, expires_at, subkey=subkey)
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                taken = await dht.store(key, value, expires_at, subkey=subkey, exclude_self=True)
+        except TimeoutError:
+            taken = False
+        return bool(taken) or self._alone(dht)
+
+    def _alone(self, dht: Any) -> bool:
+        """Whether there is nobody to take a record: no node in sight, none in memory, no seed to expect."""
+        return not (dht.protocol.routing_table.uid_to_peer_id or self._contacts or self._expected_seeds())
+
+    def _expected_seeds(self) -> list[Invite]:
+        return [seed for seed in self._settings.seeds if seed.peer_id != self.peer_id]
+
+    async def _find(self, key: bytes) -> list[tuple[str, bytes, float]]:
+        """(subkey, value, expiration) of each entry; empty when nothing is found in time."""
+        dht = self._stack.dht if self._stack else None
+        if dht is None or not dht.is_alive:
+            return []
+        try:
+            async with asyncio.timeout(FIND_TIMEOUT_S):
+                found = await dht.get(key, latest=True)
+        except TimeoutError:
+            return []
+        if found is None or not isinstance(found.value, dict):
+            return []
+        return [(subkey, item.value, item.expiration_time) for subkey, item in found.value.items()]
+
+    # -- staying alive ------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Brings p2pd back when it ends; gives up after the last of RESTART_DELAYS_S, with `failure` and `closed`."""
+        loop, attempt = asyncio.get_running_loop(), 0
+        while self._stack is not None:
+            began = loop.time()
+            code = await asyncio.shield(self._stack.daemon.exited)
+            attempt = 0 if loop.time() - began > STEADY_S else attempt
+            log.warning("the libp2p daemon ended with code %s; starting it again", code)
+            while not await self._restart(RESTART_DELAYS_S[attempt]):
+                attempt += 1
+                if attempt == len(RESTART_DELAYS_S):
+                    self.failure = f"the libp2p daemon ended (code {code}) and could not be started again"
+                    log.error("%s", self.failure)
+                    self.closed.set()
+                    return
+            attempt = min(attempt + 1, len(RESTART_DELAYS_S) - 1)
+
+    async def _restart(self, delay_s: float) -> bool:
+        former, self._stack = self._stack, None
+        kept = list(former.dht.protocol.storage.items()) if former and former.dht else []
+        if former:
+            if former.dht:
+                former.dht.is_alive = False
+            await former.daemon.stop()
+        await asyncio.sleep(delay_s)
+        try:
+            stack = await self._start_stack()
+            await self._start_dht(stack, [])
+        except (PeerloomError, OSError, TimeoutError) as error:
+            log.warning("the libp2p daemon does not start: %s", error)
+            return False
+        for key_id, item in kept:
+            stack.dht.protocol.storage.store(key_id, item.value, item.expiration_time)
+        self.restarts += 1
+        await self._reconnect()
+        if self._own.record is not None:
+            await self.publish(self._own.record)
+        return True
+
+    async def _tend(self) -> None:
+        """Remembers whom we are connected to, and dials seeds that we have lost; until cancelled."""
+        while True:
+            if self._stack is not None and self._stack.dht is not None:
+                await self._remember_contacts(self._stack)
+                await self._reconnect()
+            await asyncio.sleep(TEND_S)
+
+    async def _remember_contacts(self, stack: _Stack) -> None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                connected = await stack.daemon.p2p.list_peers()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return  # p2pd is going down; the supervisor sees to it
+        for info in connected:
+            if info.addrs:
+                self._contacts[PeerId(str(info.peer_id))] = str(info.addrs[0])
+        for peer in list(self._contacts)[:-MAX_CONTACTS]:
+            del self._contacts[peer]
+
+    async def _reconnect(self) -> None:
+        """Dials the seeds that are not in the routing table and, when it is empty, everybody we ever met."""
+        stack = self._stack
+        if stack is None or stack.dht is None:
+            return
+        from hivemind.p2p import PeerID
+
+        table = stack.dht.protocol.routing_table
+        wanted = {seed.peer_id: seed.host_multiaddr for seed in self._expected_seeds()}
+        if not table.uid_to_peer_id:
+            wanted = self._contacts | wanted
+        lost = [(peer, at) for peer, at in wanted.items() if PeerID.from_base58(peer) not in table]
+        await asyncio.gather(*(self._greet(stack, peer, address) for peer, address in lost))
+
+    async def _greet(self, stack: _Stack, peer: PeerId, address: str) -> None:
+        from hivemind.p2p import PeerID
+
+        try:
+            await stack.daemon.connect(peer, address, PROBE_TIMEOUT_S)
+        except (LinkError, TimeoutError) as error:
+            log.debug("%s at %s is not back: %s", peer, address, error)
+            return
+        await stack.dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)
+
+    async def stop(self) -> None:
+        """Leaves the DHT, ends p2pd and frees the port; safe to call twice."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            if stack.dht is not None:
+                stack.dht.is_alive = False
+            await stack.daemon.stop()
+        for port in self._ports:
+            port.release()
+        self.closed.set()

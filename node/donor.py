@@ -1,0 +1,86 @@
+"""Serves State.Fetch: snapshots of theta, cut into pieces with a digest each, kept while somebody reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from peerloom.node.seams import Clock
+from peerloom.protocol.errors import LinkError, RunMismatch
+from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
+
+MAX_FETCHES = 4  # at once: each reads at the speed of its own link
+KEEP_S = 60.0  # a snapshot outlives its last reader by this, so that a broken fetch can go on
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """theta at one round, and when it was last read."""
+
+    manifest: StateManifest
+    data: bytes
+    read_at: float
+
+    def piece(self, index: int) -> bytes:
+        """Piece `index` of the manifest."""
+        start = index * self.manifest.piece_bytes
+        return self.data[start : start + self.manifest.piece_bytes]
+
+
+def manifest_of(data: bytes, *, round: int, step: int, layout: str, held_out_loss: float | None) -> StateManifest:
+    """Describes a snapshot; its name is the digest of the piece digests with the round."""
+    digests = tuple(blake3(data[i : i + CHUNK_BYTES]).digest() for i in range(0, len(data), CHUNK_BYTES))
+    name = blake3(round.to_bytes(8, "big") + b"".join(digests)).hexdigest()[:32]
+    return StateManifest(name, round, step, layout, len(data), CHUNK_BYTES, digests, held_out_loss)
+
+
+class Donor:
+    """Holds at most one snapshot a round and two in all; `take` copies theta between rounds."""
+
+    def __init__(self, clock: Clock, layout: str, take: Callable[[], Awaitable[tuple[StateManifest, bytes]]]) -> None:
+        self._clock = clock
+        self._layout = layout
+        self._take = take
+        self._snapshots: dict[str, Snapshot] = {}
+        self._newest_round = -1
+        self._fetches = 0
+        self._taking = asyncio.Lock()
+
+    async def serve(self, request: FetchRequest, current_round: int) -> AsyncGenerator[StateMessage, None]:
+        """A manifest, then its pieces from `start_piece` on; raises RunMismatch or LinkError (too many fetches)."""
+        if request.layout != self._layout:
+            raise RunMismatch("this donor's model has another layout than the one asked for")
+        if self._fetches >= MAX_FETCHES:
+            raise LinkError(f"this donor already serves {MAX_FETCHES} fetches")
+        self._fetches += 1
+        try:
+            snapshot = self._snapshots.get(request.snapshot) or await self._fresh(current_round)
+            yield snapshot.manifest
+            for index in range(request.start_piece, len(snapshot.manifest.piece_digests)):
+                snapshot.read_at = self._clock.monotonic()
+                yield StatePiece(index, snapshot.piece(index))
+        finally:
+            self._fetches -= 1
+
+    async def _fresh(self, current_round: int) -> Snapshot:
+        async with self._taking:
+            self._drop_old()
+            for snapshot in self._snapshots.values():
+                if snapshot.manifest.round == current_round:
+                    return snapshot
+            if len(self._snapshots) >= 2 and self._fetches > 1:
+                return max(self._snapshots.values(), key=lambda kept: kept.manifest.round)
+            manifest, data = await self._take()
+            while len(self._snapshots) >= 2:
+                del self._snapshots[min(self._snapshots, key=lambda name: self._snapshots[name].read_at)]
+            self._snapshots[manifest.snapshot] = Snapshot(manifest, data, self._clock.monotonic())
+            return self._snapshots[manifest.snapshot]
+
+    def _drop_old(self) -> None:
+        now = self._clock.monotonic()
+        for name in [name for name, kept in self._snapshots.items() if now - kept.read_at > KEEP_S]:
+            del self._snapshots[name]

@@ -1,0 +1,77 @@
+"""Files that survive a kill and a power cut: written beside, fsynced, renamed; a disk's refusal as a StorageError."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from peerloom.protocol.errors import StorageError
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; free some space",
+    errno.EFBIG: "the file would pass the size limit (ulimit -f); raise it",
+    errno.EROFS: "the disk is mounted read-only; choose another folder",
+    errno.EACCES: "permission denied; make it writable for this user or choose another folder",
+    errno.EPERM: "permission denied; make it writable for this user or choose another folder",
+    errno.ENOTDIR: "a part of the path is a file; choose another folder",
+    errno.EIO: "the disk reports an I/O error; check it or choose another folder",
+}
+
+
+def _errno_of(error: Exception) -> int | None:
+    """The errno of an OSError, or of a Rust library's error that only names it in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\bcode: (\d+)", str(error))
+    return int(found.group(1)) if found else None
+
+
+@contextmanager
+def storage_errors(what: str, *also: type[Exception]) -> Iterator[None]:
+    """Turns an OSError, or an error of the classes `also`, into a StorageError: "cannot write <what>: <remedy>"."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)):
+            raise
+        code = _errno_of(error)
+        remedy = _REMEDIES.get(code) if code is not None else None
+        raise StorageError(f"cannot write {what}: {remedy or error}") from error
+
+
+def fsync_dir(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the content of a file durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a whole file so that any reader, also after a crash, sees the old content or the new; raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)

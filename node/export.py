@@ -1,0 +1,82 @@
+"""The newest checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens offline."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from peerloom.node import checkpoint
+from peerloom.node.durable import storage_errors
+from peerloom.protocol.errors import CheckpointError, RunMismatch, StorageError
+from peerloom.protocol.runspec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: of which round and step, with a sentence for each damaged checkpoint passed over."""
+
+    folder: Path
+    round: int
+    step: int
+    notes: tuple[str, ...]
+
+
+def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) -> Exported:
+    """Writes model, configuration and tokenizer to `out_dir`; with `force` over the files that are there.
+
+    Raises CheckpointError without an intact checkpoint, RunMismatch when it is of another run, StorageError when `out_dir`
+    is not an empty or new folder (without `force`) or the disk refuses; a failed export leaves `out_dir` as it was.
+    """
+    found, notes = checkpoint.newest_intact(run_dir / "checkpoints")
+    if found is None:
+        why = "; ".join(notes) or "a node writes one as it trains and when it stops"
+        raise CheckpointError(f"no intact checkpoint in {run_dir / 'checkpoints'}: {why}")
+    if found.meta.spec_hash != spec.spec_hash():
+        raise RunMismatch(f"the checkpoints in {run_dir} belong to another run; export with that run's spec")
+    _check_target(out_dir, force)
+    with storage_errors(f"the export {out_dir}", SafetensorError):
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+        try:
+            _write(found, spec, temporary)
+            out_dir.mkdir(exist_ok=True)
+            for file in temporary.iterdir():
+                os.replace(file, out_dir / file.name)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # empty by now, unless something above failed
+    return Exported(out_dir, found.meta.round, found.meta.step, tuple(notes))
+
+
+def _check_target(out_dir: Path, force: bool) -> None:
+    if out_dir.exists() and not out_dir.is_dir():
+        raise StorageError(f"{out_dir} is a file; choose another folder to export to")
+    if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
+        raise StorageError(f"the folder {out_dir} is not empty; choose another, or pass --force to write over it")
+
+
+def _write(found: checkpoint.Checkpoint, spec: RunSpec, folder: Path) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from peerloom.node.worker.model import build_model, layout_digest
+    from peerloom.node.worker.tokenizer import HuggingFaceTokenizer, save_byte_tokenizer
+    from peerloom.optim.flat import FlatParameters
+
+    disable_progress_bar()
+    model: Any = build_model(spec)
+    flat = FlatParameters(model.named_parameters())
+    if layout_digest(flat.layout()) != found.meta.layout_digest:
+        made_with = found.meta.versions.get("transformers", "another version")
+        raise RunMismatch(f"this transformers builds the model otherwise than the one that trained it ({made_with})")
+    flat.copy_in(found.theta)
+    model.config.use_cache = True  # off while training
+    model.save_pretrained(folder)
+    if spec.data.tokenizer == "bytes":
+        save_byte_tokenizer(folder)
+    else:
+        HuggingFaceTokenizer(spec.data.tokenizer).inner.save_pretrained(folder)

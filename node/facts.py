@@ -1,0 +1,105 @@
+"""What a node knows of itself: one mutable place from which its record, its status and its log lines are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
+from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Role
+
+RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
+
+
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """Mutable facts; `changed` is called after each change of state or round."""
+
+    peer_id: PeerId
+    name: str
+    role: Role
+    version: str
+    instance: str
+    cert_der: bytes
+    clock: Clock
+    bytes_moved: Callable[[], tuple[int, int]]
+    changed: Callable[[], None] = lambda: None
+    started_at: float = 0.0
+    addresses: tuple[str, ...] = ()
+    state: NodeState = "starting"
+    reason: str = "starting up"
+    warning: str = ""  # what is wrong although it trains; shown in place of an empty reason
+    init_digest: str = ""
+    layout_digest: str = ""
+    round: int = 0
+    step: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    partners: Counter[PeerId] = field(default_factory=Counter)
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def enter(self, state: NodeState, reason: str = "") -> None:
+        """Changes the state, with a sentence that says why this node is not training, if it is not."""
+        if (state, reason) != (self.state, self.reason):
+            self.state, self.reason = state, reason
+            self.changed()
+
+    def count(self, metric: str, amount: float = 1.0) -> None:
+        """Adds to a cumulative counter."""
+        self.counters[metric] = self.counters.get(metric, 0.0) + amount
+
+    def worst(self, metric: str, value: float) -> None:
+        """Keeps the largest value seen."""
+        self.counters[metric] = max(value, self.counters.get(metric, 0.0))
+
+    def ready(self, ready: WorkerReady) -> None:
+        """Takes what the worker built or resumed."""
+        self.init_digest, self.layout_digest = ready.init_digest, ready.layout_digest
+        self.round, self.step, self.tokens = ready.round, ready.step, ready.tokens
+        self.loss = ready.held_out_loss
+        self.changed()
+
+    def trained(self, trained: RoundTrained) -> None:
+        """Takes the local steps of a round."""
+        self.step, self.tokens = trained.step, trained.tokens
+
+    def finished(self, finished: RoundFinished, rate: float) -> None:
+        """Takes the end of a round, `rate` being its tokens/s, exchange included."""
+        self.round = finished.round
+        if finished.held_out_loss is not None:
+            self.loss = finished.held_out_loss
+        smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
+        self.tokens_per_s += smooth * (rate - self.tokens_per_s)
+        self.changed()
+
+    def record(self) -> PeerRecord:
+        """This node's record as of now."""
+        up, down = self.bytes_moved()
+        return PeerRecord(
+            peer_id=self.peer_id,
+            name=self.name,
+            role=self.role,
+            addresses=self.addresses,
+            cert_der=self.cert_der,
+            version=self.version,
+            instance=self.instance,
+            started_at=self.started_at,
+            issued_at=self.clock.wall(),
+            state=self.state,
+            reason=self.reason or self.warning,
+            init_digest=self.init_digest,
+            layout_digest=self.layout_digest,
+            round=self.round,
+            step=self.step,
+            tokens=self.tokens,
+            tokens_per_s=self.tokens_per_s,
+            loss=self.loss,
+            up_bytes=up,
+            down_bytes=down,
+        )
+
+    def status(self) -> NodeStatus:
+        """The answer to Status."""
+        return NodeStatus(record=self.record(), partners=dict(self.partners), counters=dict(self.counters))

@@ -1,0 +1,318 @@
+"""Performs the gossip machine's effects on real or in-memory streams; what happens comes back as events.
+
+One `_Exchange` a stream: a reader that turns messages into events, a writer that sends in the order of the effects,
+and a watchdog that ends a transfer in which no byte moves. The driver decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from peerloom.node.payload import IncomingPayload, outgoing
+from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
+from peerloom.protocol import effects, events
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError
+from peerloom.protocol.gossip import GossipMachine
+from peerloom.protocol.messages import (
+    Accept,
+    Ack,
+    Chunk,
+    Commit,
+    Decline,
+    ExchangeId,
+    ExchangeMessage,
+    Hold,
+    Offer,
+    PayloadEnd,
+    Withdraw,
+)
+from peerloom.protocol.types import Encoding, PeerId, PeerRecord
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_S = 10.0  # a peer that opens a stream and says nothing for this long is cut off
+
+
+class _Exchange:
+    """One stream and what is still to be sent on it."""
+
+    def __init__(self, exchange_id: ExchangeId, peer: PeerId) -> None:
+        self.id = exchange_id
+        self.peer = peer
+        self.to_send: asyncio.Queue[ExchangeMessage | effects.Transfer] = asyncio.Queue()
+        self.stream: ExchangeStream | None = None
+        self.incoming: IncomingPayload | None = None
+        self.stall_s = 0.0
+        self.moved_at = 0.0
+        self.sent = False
+        self.verified = False
+        self.transferring = asyncio.Event()
+
+
+class GossipDriver:
+    """Drives one GossipMachine; `records` finds a peer's newest record by id, `count` and `score` take its effects."""
+
+    def __init__(
+        self,
+        machine: GossipMachine,
+        transport: Transport,
+        worker: WorkerPort,
+        clock: Clock,
+        *,
+        layout: str,
+        encoding: Encoding,
+        records: Callable[[PeerId], PeerRecord | None],
+        count: Callable[[str, float], None],
+        score: Callable[[PeerId, str], None],
+    ) -> None:
+        self._machine = machine
+        self._transport = transport
+        self._worker = worker
+        self._clock = clock
+        self._layout = layout
+        self._encoding = encoding
+        self._records = records
+        self._count = count
+        self._score = score
+        self._exchanges: dict[ExchangeId, _Exchange] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # one an exchange that we opened
+        self._jobs: set[asyncio.Task[None]] = set()  # readers, writers and watchdogs of all exchanges
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pending: deque[events.Event] = deque()
+        self._handling = False
+        self._finished: asyncio.Future[effects.FinishRound] | None = None
+
+    @property
+    def machine(self) -> GossipMachine:
+        """The machine, for its read-only properties."""
+        return self._machine
+
+    async def exchange_round(self, round: int) -> effects.FinishRound:
+        """Stands at the exchange point of `round` until the machine ends the round."""
+        self._finished = asyncio.get_running_loop().create_future()
+        self.feed(events.ProposalReady(round))
+        return await self._finished
+
+    def feed(self, event: events.Event) -> None:
+        """Gives the machine an event and performs what it asks for, in order."""
+        self._pending.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._pending:
+                for effect in self._machine.handle(self._pending.popleft(), self._clock.monotonic()):
+                    self._perform(effect)
+        finally:
+            self._handling = False
+
+    async def serve(self, stream: ExchangeStream) -> None:
+        """Runs one exchange that a peer opened, to its end; raises ProtocolError for a bad opening."""
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                offer = await stream.receive()
+        except TimeoutError:
+            raise LinkError(f"nothing came for {FIRST_MESSAGE_S:.0f} s") from None
+        if not isinstance(offer, Offer):
+            raise MalformedMessage("an exchange opens with an offer")
+        if offer.exchange_id in self._exchanges:
+            raise MalformedMessage("this exchange id is in use")
+        exchange = _Exchange(offer.exchange_id, stream.peer)
+        exchange.stream = stream
+        self._exchanges[exchange.id] = exchange
+        self.feed(events.OfferReceived(stream.peer, offer))
+        await self._run(exchange)
+
+    async def close(self) -> None:
+        """Ends every exchange and timer."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        jobs = list(self._tasks | self._jobs)
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        if self._finished is not None and not self._finished.done():
+            self._finished.cancel()
+
+    def _perform(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.SendOffer():
+                self._open(effect)
+            case effects.SendHold(exchange_id):
+                self._send(exchange_id, Hold())
+            case effects.SendAccept(exchange_id, round):
+                self._send(exchange_id, Accept(round))
+            case effects.SendDecline(exchange_id, reason, detail):
+                self._send(exchange_id, Decline(reason, detail))
+            case effects.SendCommit(exchange_id):
+                self._send(exchange_id, Commit())
+            case effects.SendAck(exchange_id):
+                self._send(exchange_id, Ack())
+            case effects.SendWithdraw(exchange_id, reason):
+                self._send(exchange_id, Withdraw(reason))
+            case effects.Transfer():
+                self._transfer(effect)
+            case effects.FinishRound():
+                if self._finished is not None and not self._finished.done():
+                    self._finished.set_result(effect)
+            case effects.SetTimer(name, at):
+                self._set_timer(name, at)
+            case effects.CancelTimer(name):
+                if (timer := self._timers.pop(name, None)) is not None:
+                    timer.cancel()
+            case effects.ScorePeer(peer, fault):
+                self._score(peer, fault)
+            case effects.Count(metric, amount):
+                self._count(metric, amount)
+
+    def _set_timer(self, name: str, at: float) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+        delay = max(0.0, at - self._clock.monotonic())
+        self._timers[name] = asyncio.get_running_loop().call_later(delay, self._timer_due, name)
+
+    def _timer_due(self, name: str) -> None:
+        self._timers.pop(name, None)
+        self.feed(events.TimerFired(name))
+
+    def _spawn(self, exchange: _Exchange) -> None:
+        task = asyncio.create_task(self._dial(exchange), name=f"exchange-{exchange.id[:8]}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _open(self, effect: effects.SendOffer) -> None:
+        exchange = _Exchange(effect.exchange_id, effect.peer)
+        self._exchanges[exchange.id] = exchange
+        total_bytes = len(self._worker.outbox())
+        offer = Offer(effect.exchange_id, effect.round, self._layout, self._encoding, total_bytes)
+        exchange.to_send.put_nowait(offer)
+        self._spawn(exchange)
+
+    def _send(self, exchange_id: ExchangeId, message: ExchangeMessage) -> None:
+        if (exchange := self._exchanges.get(exchange_id)) is not None:
+            exchange.to_send.put_nowait(message)
+
+    def _transfer(self, effect: effects.Transfer) -> None:
+        if (exchange := self._exchanges.get(effect.exchange_id)) is None:
+            return
+        exchange.incoming = IncomingPayload(self._worker.inbox(), self._encoding)
+        exchange.stall_s = effect.stall_s
+        exchange.moved_at = self._clock.monotonic()
+        exchange.transferring.set()
+        exchange.to_send.put_nowait(effect)
+
+    async def _dial(self, exchange: _Exchange) -> None:
+        record = self._records(exchange.peer)
+        try:
+            if record is None:
+                raise LinkError("its record has expired")
+            exchange.stream = await self._transport.open_exchange(record)
+        except PeerloomError as error:
+            self._exchanges.pop(exchange.id, None)
+            self.feed(events.ExchangeBroken(exchange.id, str(error), isinstance(error, ProtocolError)))
+            return
+        try:
+            await self._run(exchange)
+        except PeerError as error:
+            log.debug("exchange with %s ended: %s", exchange.peer, error)
+        finally:
+            await exchange.stream.close()
+
+    async def _run(self, exchange: _Exchange) -> None:
+        """Reads, writes and watches until one of the three ends; what breaks is fed to the machine, then raised."""
+        jobs = [
+            asyncio.create_task(job(exchange), name=f"{job.__name__}-{exchange.id[:8]}")
+            for job in (self._read, self._write, self._watch)
+        ]
+        self._jobs.update(jobs)
+        try:
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                if not job.cancelled():
+                    job.result()
+        except PeerError as error:
+            self._break(exchange, str(error), isinstance(error, ProtocolError))
+            raise
+        finally:
+            self._exchanges.pop(exchange.id, None)
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            self._jobs.difference_update(jobs)
+            self._break(exchange, "the stream ended")
+
+    def _break(self, exchange: _Exchange, reason: str, at_fault: bool = False) -> None:
+        if self._machine.is_open(exchange.id):
+            self.feed(events.ExchangeBroken(exchange.id, reason, at_fault))
+
+    async def _read(self, exchange: _Exchange) -> None:
+        assert exchange.stream is not None  # ours: set before _run
+        while (message := await exchange.stream.receive()) is not None:
+            exchange.moved_at = self._clock.monotonic()
+            if self._take(exchange, message):
+                return
+
+    def _take(self, exchange: _Exchange, message: ExchangeMessage) -> bool:
+        """Turns one message into an event; True when nothing may follow it."""
+        match message:
+            case Hold():
+                self.feed(events.OfferHeld(exchange.id))
+            case Accept(round):
+                self.feed(events.OfferAccepted(exchange.id, round))
+            case Decline(reason):
+                self.feed(events.OfferDeclined(exchange.id, reason))
+                return True
+            case Chunk():
+                self._incoming(exchange).add(message)
+            case PayloadEnd():
+                self._incoming(exchange).end(message)
+                exchange.verified = True
+                self._payloads_done(exchange)
+            case Commit():
+                self.feed(events.CommitReceived(exchange.id))
+            case Ack():
+                self.feed(events.AckReceived(exchange.id))
+                return True
+            case Withdraw(reason):
+                self.feed(events.ExchangeBroken(exchange.id, reason))
+                return True
+            case Offer():
+                raise MalformedMessage("a second offer in one exchange")
+        return False
+
+    def _incoming(self, exchange: _Exchange) -> IncomingPayload:
+        if exchange.incoming is None:
+            raise MalformedMessage("parameters came before the offer was taken")
+        return exchange.incoming
+
+    def _payloads_done(self, exchange: _Exchange) -> None:
+        if exchange.sent and exchange.verified:
+            self.feed(events.PayloadsVerified(exchange.id))
+
+    async def _write(self, exchange: _Exchange) -> None:
+        assert exchange.stream is not None  # ours: set before _run
+        while True:
+            item = await exchange.to_send.get()
+            if isinstance(item, effects.Transfer):
+                for message in outgoing(self._worker.outbox()):
+                    await exchange.stream.send(message)
+                    exchange.moved_at = self._clock.monotonic()
+                exchange.sent = True
+                self._payloads_done(exchange)
+                continue
+            await exchange.stream.send(item)
+            if isinstance(item, (Decline, Ack, Withdraw)):
+                return
+
+    async def _watch(self, exchange: _Exchange) -> None:
+        """Ends a transfer in which no byte has moved for stall_s."""
+        await exchange.transferring.wait()
+        left = exchange.stall_s
+        while left > 0.0:
+            await asyncio.sleep(left)
+            left = exchange.moved_at + exchange.stall_s - self._clock.monotonic()
+        raise LinkError(f"no byte moved for {exchange.stall_s:.1f} s")

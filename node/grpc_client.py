@@ -1,0 +1,190 @@
+"""The calling half of the grpc transport: one pinned channel a peer, proven both ways before the first call on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from peerloom.node.backoff import Backoff
+from peerloom.node.grpc_wire import (
+    CLIENT_OPTIONS,
+    HELLO,
+    PROVE,
+    TOKEN_KEY,
+    Channel,
+    Traffic,
+    UnknownSession,
+    Unreachable,
+    aio,
+    grpc,
+    raised,
+)
+from peerloom.node.identity import Identity, verify
+from peerloom.node.seams import Clock
+from peerloom.node.tls import TARGET_NAME, fingerprint, pinned_pem
+from peerloom.protocol import checks, codec, handshake, limits
+from peerloom.protocol.errors import AuthenticationError, LinkError, PeerError, PeerloomError
+from peerloom.protocol.handshake import Hello, HelloReply, Prove, RunClaim
+from peerloom.protocol.types import PeerRecord
+
+DIAL_S = 5.0  # a Hello, connecting included, at one address
+CONNECT_S = 20.0  # all of a peer's addresses together
+CLOSE_S = 5.0  # calls left on a channel that is replaced have this long to end
+
+Metadata = tuple[tuple[str, bytes], ...]
+T = TypeVar("T")
+
+
+class PeerLink:
+    """The connection to one peer under one certificate: made when needed, made again once when it breaks."""
+
+    def __init__(
+        self,
+        record: PeerRecord,
+        identity: Identity,
+        claim: RunClaim,
+        clock: Clock,
+        rng: random.Random,
+        traffic: Traffic,
+        background: set[asyncio.Task[None]],
+    ) -> None:
+        self.record = record
+        self.clock_offset_s = 0.0  # the peer's clock minus ours, as of the last Hello
+        self.calls = 0  # under way
+        self._identity = identity
+        self._claim = claim
+        self._clock = clock
+        self._traffic = traffic
+        self._background = background
+        self._backoff = Backoff(rng)
+        self._connecting = asyncio.Lock()
+        self._channel: Channel | None = None
+        self._token: bytes | None = None
+
+    async def call(self, attempt: Callable[[Channel, Metadata], Awaitable[T]]) -> T:
+        """Runs `attempt` on a proven channel; once more after a forgotten session or a connection that broke."""
+        reused = self._channel is not None
+        channel, token = await self._proven()
+        try:
+            return await attempt(channel, ((TOKEN_KEY, token),))
+        except UnknownSession:
+            self._forget(token)
+        except Unreachable:
+            self._drop(channel)
+            if not reused:
+                raise
+        channel, token = await self._proven()
+        return await attempt(channel, ((TOKEN_KEY, token),))
+
+    async def close(self) -> None:
+        """Ends the channel and every call on it."""
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+
+    async def _proven(self) -> tuple[Channel, bytes]:
+        async with self._connecting:
+            if self._channel is not None and self._token is not None:
+                return self._channel, self._token
+            self._backoff.check(self._clock.monotonic())
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    channel, token = await self._connect()
+            except TimeoutError:
+                self._backoff.failed(self._clock.monotonic(), "no answer in time")
+                raise LinkError(f"no answer from {self.record.peer_id} within {CONNECT_S:.0f} s") from None
+            except PeerloomError as error:
+                self._backoff.failed(self._clock.monotonic(), str(error))
+                raise
+            self._backoff.reset()
+            self._channel, self._token = channel, token
+            return channel, token
+
+    async def _connect(self) -> tuple[Channel, bytes]:
+        if self._channel is not None:  # only the session is gone
+            try:
+                return self._channel, await self._prove_on(self._channel)
+            except Unreachable:
+                self._drop(self._channel)
+        failures: list[PeerError] = []
+        for address in self.record.addresses:
+            channel = open_channel(address, self.record.cert_der)
+            try:
+                return channel, await self._prove_on(channel)
+            except PeerError as error:  # another host, or nobody, may be at one address of several
+                failures.append(type(error)(f"{address}: {error}"))
+                await channel.close()
+            except BaseException:
+                await channel.close()
+                raise
+        raise self._failure(failures)
+
+    def _failure(self, failures: list[PeerError]) -> PeerError:
+        if not failures:
+            return LinkError(f"{self.record.peer_id} gives no address to dial")
+        worst = next((error for error in failures if not isinstance(error, LinkError)), failures[0])
+        kind = LinkError if isinstance(worst, LinkError) else type(worst)
+        return kind(f"cannot talk to {self.record.peer_id}: {'; '.join(map(str, failures))}")
+
+    async def _prove_on(self, channel: Channel) -> bytes:
+        pin = fingerprint(self.record.cert_der)
+        before = self._clock.wall()
+        hello = Hello(claim=self._claim, wall_s=before, challenge=secrets.token_bytes(limits.CHALLENGE_BYTES))
+        reply = codec.decode_hello_reply(await self._ask(channel, HELLO, codec.encode_hello(hello)))
+        after = self._clock.wall()
+        self._check_reply(hello, reply, pin)
+        signature = self._identity.sign(handshake.proof(self._claim.peer_id, self._claim.run_id, reply.nonce, pin))
+        prove = Prove(peer_id=self._claim.peer_id, nonce=reply.nonce, signature=signature)
+        token = codec.decode_token(await self._ask(channel, PROVE, codec.encode_prove(prove)))
+        self.clock_offset_s = reply.wall_s - (before + after) / 2
+        return token
+
+    def _check_reply(self, hello: Hello, reply: HelloReply, pin: bytes) -> None:
+        theirs = reply.claim
+        if theirs.peer_id != self.record.peer_id:
+            raise AuthenticationError(f"{theirs.peer_id} answers where {self.record.peer_id} should")
+        if not verify(theirs.peer_id, handshake.greeting(hello, theirs, reply.nonce, pin), reply.signature):
+            raise AuthenticationError(f"the reply is not signed by {theirs.peer_id}")
+        handshake.common_version(self._claim, theirs)
+        handshake.check_same_run(self._claim, theirs)
+
+    async def _ask(self, channel: Channel, path: str, data: bytes) -> bytes:
+        return await ask(channel, path, data, (), DIAL_S, self._traffic)
+
+    def _forget(self, token: bytes) -> None:
+        if self._token == token:
+            self._token = None
+
+    def _drop(self, channel: Channel) -> None:
+        """Replaces a channel that failed; calls still on it may run out."""
+        if self._channel is not None and self._channel is channel:
+            self._channel = self._token = None
+            task = asyncio.create_task(channel.close(CLOSE_S), name="channel-close")
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+
+def open_channel(address: str, cert_der: bytes) -> Channel:
+    """A channel that trusts the one certificate; raises MalformedMessage for an address or certificate that is none."""
+    credentials = grpc.ssl_channel_credentials(root_certificates=pinned_pem(cert_der))
+    options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", TARGET_NAME))
+    return aio.secure_channel(f"dns:///{checks.address(address)}", credentials, options=options)
+
+
+async def ask(
+    channel: Channel, path: str, data: bytes, metadata: Metadata, timeout_s: float, traffic: Traffic
+) -> bytes:
+    """One unary call; raises the peer's error, or LinkError."""
+    call = channel.unary_unary(path)(data, timeout=timeout_s, metadata=metadata)
+    traffic.sent += len(data)
+    try:
+        reply = bytes(await call)
+    except aio.AioRpcError as error:
+        raise raised(error) from None
+    except aio.UsageError:
+        raise Unreachable("the channel has been closed") from None
+    traffic.received += len(reply)
+    return reply

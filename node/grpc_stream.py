@@ -1,0 +1,196 @@
+"""One Gossip.Exchange over grpc, seen from the client and from the server.
+
+Reads and writes run one at a time each, and beside each other, so two sides that send at once do not block each other.
+A cancelled receive() loses nothing; a cancelled send() breaks the stream, since part of the message may be gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from peerloom.node.grpc_wire import Call, Context, Traffic, aio, error_of, grpc, raised
+from peerloom.protocol import codec
+from peerloom.protocol.errors import LinkError, PeerloomError
+from peerloom.protocol.messages import ExchangeMessage
+from peerloom.protocol.types import PeerId
+
+LINGER_S = 5.0  # how long the client lets the server end the stream after it has said End
+Received = bytes | PeerloomError | None  # None: the clean end
+
+
+class GrpcStream(ABC):
+    """What both ends have in common; `_write` raises LinkError, `_read` returns its error."""
+
+    def __init__(self, peer: PeerId, traffic: Traffic) -> None:
+        self._peer = peer
+        self._traffic = traffic
+        self._sending = asyncio.Lock()
+        self._reading: asyncio.Task[Received] | None = None
+        self._outcome: PeerloomError | None = None
+        self._ended = False
+        self._closed = False
+
+    @property
+    def peer(self) -> PeerId:
+        """The authenticated peer at the other end."""
+        return self._peer
+
+    async def send(self, message: ExchangeMessage) -> None:
+        """Waits while the peer takes no more; raises LinkError when the stream is over."""
+        data = codec.encode_exchange(message)
+        async with self._sending:
+            if self._closed:
+                raise LinkError("this side has closed the stream")
+            await self._write(data)
+        self._traffic.sent += len(data)
+
+    async def receive(self) -> ExchangeMessage | None:
+        """The next message, None at a clean end; raises LinkError or ProtocolError, and the same one from then on."""
+        if self._outcome is not None:
+            raise self._outcome
+        if self._ended:
+            return None
+        try:
+            message = codec.decode_exchange(data) if (data := await self._next()) is not None else None
+        except PeerloomError as error:
+            self._outcome = error
+            raise
+        self._ended = message is None
+        return message
+
+    async def _next(self) -> bytes | None:
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        reading = self._reading
+        try:
+            data = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise LinkError("this side has closed the stream") from None
+        if self._reading is reading:
+            self._reading = None
+        if isinstance(data, PeerloomError):
+            raise data
+        self._traffic.received += len(data or b"")
+        return data
+
+    @abstractmethod
+    async def _write(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    async def _read(self) -> Received: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends the stream; safe to call twice."""
+
+
+class ClientStream(GrpcStream):
+    """The end that opened the exchange; `background` collects the task that lets the stream run out."""
+
+    def __init__(self, peer: PeerId, traffic: Traffic, call: Call, background: set[asyncio.Task[None]]) -> None:
+        super().__init__(peer, traffic)
+        self._call = call
+        self._background = background
+
+    async def close(self) -> None:
+        """Says End and lets the server finish for LINGER_S in the background; cuts a stream that is broken."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._call.done() or self._outcome is not None or self._sending.locked():
+            self._cut()
+            return
+        task = asyncio.create_task(self._run_out(), name="stream-run-out")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _run_out(self) -> None:
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await self._write(codec.encode_exchange(None))
+                await self._call.done_writing()
+                while not self._ended and await self._next() is not None:
+                    pass
+        except (TimeoutError, PeerloomError):
+            pass  # nobody waits for this stream's outcome any more
+        finally:
+            self._cut()
+
+    def _cut(self) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            await self._call.write(data)
+        except aio.AioRpcError as error:
+            raise LinkError(str(raised(error))) from None
+        except (aio.BaseError, asyncio.InvalidStateError):
+            raise LinkError("the stream is over") from None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise LinkError("the stream was cut") from None
+
+    async def _read(self) -> Received:
+        try:
+            data = await self._call.read()
+            if data is not aio.EOF:
+                return bytes(data)
+            code = await self._call.code()
+            if code is grpc.StatusCode.OK:
+                return None
+            return error_of(code, await self._call.details(), await self._call.trailing_metadata())
+        except aio.AioRpcError as error:
+            return raised(error)
+        except (aio.BaseError, asyncio.InvalidStateError):
+            return LinkError("the stream is over")
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            return LinkError("the stream was cut")
+
+
+class ServerStream(GrpcStream):
+    """The end that serves the exchange; a half-close without End is a broken connection."""
+
+    def __init__(self, peer: PeerId, traffic: Traffic, context: Context) -> None:
+        super().__init__(peer, traffic)
+        self._context = context
+
+    async def close(self) -> None:
+        """No more is sent; the call itself ends when its handler returns."""
+        self._closed = True
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            await self._context.write(data)
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            raise LinkError(f"the peer has ended the stream: {error}") from None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise LinkError("the peer has reset the stream") from None
+
+    async def _read(self) -> Received:
+        try:
+            data = await self._context.read()
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            return LinkError(f"the peer has ended the stream: {error}")
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            return LinkError("the peer has reset the stream")
+        return LinkError("the peer has broken off the stream") if data is aio.EOF else bytes(data)
+
+
+def _is_cancelled() -> bool:
+    """Tells our own cancellation from the CancelledError by which grpc reports a call that has been cut."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

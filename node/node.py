@@ -1,0 +1,133 @@
+"""One node of a run: serves its peers, keeps its record alive, and trains through one worker life after another.
+
+Everything outside is a seam, so the same class runs on gRPC and a DHT, or fifty times in one process in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from peerloom.node.context import Context
+from peerloom.node.seams import Discovery, ExchangeStream, WorkerDied, WorkerPort
+from peerloom.node.trainer import Drained, Trainer
+from peerloom.protocol.errors import LinkError, WorkerFailed
+from peerloom.protocol.lifecycle import restart_delay
+from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.types import NodeStatus, PeerId
+
+log = logging.getLogger(__name__)
+
+HEALTHY_ROUNDS = 5  # after this many rounds, earlier deaths of the worker are forgotten
+WITHDRAW_S = 2.0
+
+
+class Node:
+    """A PeerHandler with a life; `worker_factory` is None for a bootstrap peer, which trains nothing."""
+
+    def __init__(
+        self, context: Context, discovery: Discovery, worker_factory: Callable[[], WorkerPort] | None
+    ) -> None:
+        self._context = context
+        self._discovery = discovery
+        self._worker_factory = worker_factory
+        self._trainer: Trainer | None = None
+        self._interrupting: asyncio.Future[None] | None = None
+        context.view.changed = self._peers_changed
+
+    async def exchange(self, stream: ExchangeStream) -> None:
+        """Runs one exchange that a peer opened; raises LinkError while this node cannot pair."""
+        if self._trainer is None:
+            raise LinkError("this node does not train now")
+        await self._trainer.exchange(stream)
+
+    async def status(self) -> NodeStatus:
+        """This node's own state."""
+        return self._context.facts.status()
+
+    async def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        """Serves this node's theta; raises LinkError while there is none."""
+        if self._trainer is None:
+            raise LinkError("this node holds no model now")
+        async for message in self._trainer.fetch(request):
+            yield message
+
+    def drain(self) -> None:
+        """Begins the end: the round under way is cut short, the state is saved, the record withdrawn."""
+        if self._context.draining.is_set():
+            return
+        self._context.draining.set()
+        self._context.facts.enter("draining", "stopping on request")
+        if self._trainer is not None:
+            self._interrupting = asyncio.ensure_future(self._trainer.interrupt())
+
+    async def run(self) -> None:
+        """Lives until drained or done; raises WorkerFailed or NoDonor. The caller stops the seams."""
+        context = self._context
+        context.facts.addresses = await context.transport.start(self)
+        view = context.view
+        background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec)]
+        living = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait((living, *background), return_when=asyncio.FIRST_EXCEPTION)
+            for task in background:
+                if task.done() and task is not background[-1]:
+                    task.result()  # a heartbeat that fails ends the node: say why
+            await living
+        finally:
+            for task in (living, *background):
+                task.cancel()
+            await asyncio.gather(living, *background, return_exceptions=True)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        if self._interrupting is not None:
+            await asyncio.gather(self._interrupting, return_exceptions=True)
+        try:
+            async with asyncio.timeout(WITHDRAW_S):
+                await self._discovery.withdraw()
+        except TimeoutError:
+            log.info("the record could not be withdrawn in time; it expires by itself")
+
+    async def _live(self) -> None:
+        """Worker after worker, until one of them ends in order."""
+        if self._worker_factory is None:
+            self._context.facts.enter("serving")
+            await self._context.draining.wait()
+            return
+        failures, facts = 0, self._context.facts
+        while not self._context.draining.is_set():
+            started_round = facts.round
+            self._trainer = Trainer(self._context, self._worker_factory())
+            try:
+                await self._trainer.run()
+                return
+            except Drained:
+                return
+            except WorkerDied as died:
+                failures = 1 if facts.round - started_round >= HEALTHY_ROUNDS else failures + 1
+                facts.count("worker_deaths")
+                self._trainer = None
+                await self._wait_to_restart(died, failures)
+            finally:
+                self._trainer = None
+
+    async def _wait_to_restart(self, died: WorkerDied, failures: int) -> None:
+        delay = restart_delay(failures, self._context.rng)
+        if delay is None:
+            raise WorkerFailed(
+                f"the training process ended {failures} times in a row, last: {died}; its log is above"
+            )
+        reason = f"the training process ended ({died}); starting it again in {delay:.0f} s"
+        log.warning("%s", reason)
+        self._context.facts.enter("restarting", reason)
+        try:
+            async with asyncio.timeout(delay):
+                await self._context.draining.wait()
+        except TimeoutError:
+            log.info("starting the training process again")
+
+    def _peers_changed(self) -> None:
+        if self._trainer is not None:
+            self._trainer.peers_changed()

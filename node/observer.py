@@ -1,0 +1,96 @@
+"""Looks at a swarm from outside: a DHT client that reads the records and asks each node for its Status."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from peerloom.node.clock import SystemClock
+from peerloom.node.config import NodeConfig
+from peerloom.node.discovery import DhtDiscovery
+from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.identity import Identity
+from peerloom.node.specs import verify_spec
+from peerloom.node.tls import make_certificate
+from peerloom.protocol.errors import PeerError, RunMismatch, VersionMismatch
+from peerloom.protocol.invite import Invite, parse_invite
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus, PeerRecord
+
+ANSWER_S = 3.0
+MAX_ASKED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """A client of one swarm; `look` may be called again and again."""
+
+    spec: RunSpec
+    discovery: DhtDiscovery
+    transport: GrpcTransport
+
+    async def look(self) -> list[NodeStatus]:
+        """All nodes: as they answer, or as their record says when they do not."""
+        limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+        records = await self.discovery.peers()
+        return list(await asyncio.gather(*(self._ask(record, limit) for record in records)))
+
+    async def _ask(self, record: PeerRecord, limit: asyncio.Semaphore) -> NodeStatus:
+        try:
+            async with limit, asyncio.timeout(ANSWER_S):
+                return await self.transport.status(record)
+        except (PeerError, RunMismatch, VersionMismatch, TimeoutError):
+            return NodeStatus(record=record)
+
+
+async def open_observer(invites: list[str], stack: AsyncExitStack) -> Observer:
+    """Joins as a client under a throw-away identity; raises what `peer join` would for a bad invite."""
+    clock, identity = SystemClock(), Identity.generate()
+    seeds = [parse_invite(text) for text in invites]
+    discovery = await DhtDiscovery.create(
+        identity=identity, identity_path=None, seeds=seeds, clock=clock, client_only=True
+    )
+    stack.push_async_callback(discovery.stop)
+    spec = await _spec_of(discovery, seeds)
+    discovery.join_run(spec.run_id)
+    transport = GrpcTransport(
+        identity=identity,
+        certificate=make_certificate(clock.wall()),
+        run_id=spec.run_id,
+        spec_hash=spec.spec_hash(),
+        listen=(),
+        clock=clock,
+        rng=random.Random(secrets.randbits(64)),
+    )
+    stack.push_async_callback(transport.stop)
+    return Observer(spec, discovery, transport)
+
+
+async def _spec_of(discovery: DhtDiscovery, seeds: list[Invite]) -> RunSpec:
+    runs = await discovery.runs()
+    wanted = {seed.run_id for seed in seeds if seed.run_id is not None} or set(runs)
+    found = [runs[run_id] for run_id in wanted if run_id in runs]
+    if len(found) != 1:
+        known = ", ".join(sorted(runs)) or "none"
+        raise RunMismatch(f"the swarm behind the invite announces these runs: {known}; ask for an invite to one of them")
+    return verify_spec(found[0])
+
+
+async def swarm_status(config: NodeConfig, invites: list[str]) -> tuple[RunSpec, list[NodeStatus]]:
+    """Looks once."""
+    async with AsyncExitStack() as stack:
+        observer = await open_observer(invites, stack)
+        return observer.spec, await observer.look()
+
+
+async def watch_swarm(config: NodeConfig, invites: list[str], interval_s: float) -> AsyncIterator[list[NodeStatus]]:
+    """Looks every `interval_s` seconds until closed."""
+    async with AsyncExitStack() as stack:
+        observer = await open_observer(invites, stack)
+        while True:
+            yield await observer.look()
+            await asyncio.sleep(interval_s)

@@ -1,0 +1,79 @@
+"""Holding a TCP port for a child that listens with SO_REUSEPORT.
+
+p2pd sets SO_REUSEPORT, so two of them on one port would both start and share its connections at random. We bind the
+port exclusively first, and only then let others with SO_REUSEPORT (our own p2pd) bind beside the held socket: a second
+node's exclusive bind fails for as long as this one lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from peerloom.protocol.errors import ConfigError, PortInUse
+
+
+class HeldPort:
+    """A port bound for this process, not listened on; a context manager."""
+
+    def __init__(self, host: str, port: int, held: socket.socket) -> None:
+        self.host = host
+        self.port = port
+        self._socket = held
+
+    def release(self) -> None:
+        """Frees the port; safe to call twice."""
+        self._socket.close()
+
+    def __enter__(self) -> HeldPort:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def hold_port(host: str, port: int) -> HeldPort:
+    """Binds `port` on the IP address `host` (0: a free one) and keeps it from other nodes.
+
+    Raises PortInUse when something else has it, ConfigError when this machine cannot bind it at all.
+    """
+    family = _family(host)
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # REUSEADDR alone passes over TIME_WAIT left by a former life, never over a live socket of another node.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        held.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError as error:
+        held.close()
+        raise _explain(error, host, port) from error
+    return HeldPort(host, held.getsockname()[1], held)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot listen on {host!r}: it is no IP address; use one of this machine, such as 0.0.0.0 or ::"
+        ) from error
+    return socket.AF_INET if version == 4 else socket.AF_INET6
+
+
+def _explain(error: OSError, host: str, port: int) -> PortInUse | ConfigError:
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(
+            f"port {where} is in use by another program; stop it, or choose another port (0: any free one)"
+        )
+    remedy = {
+        errno.EADDRNOTAVAIL: "it is not an address of this machine; use 0.0.0.0, :: or one of its own",
+        errno.EAFNOSUPPORT: "this machine has no such protocol; leave that address out",
+        errno.EACCES: "this user may not; choose a port above 1023",
+    }.get(error.errno or 0, os.strerror(error.errno) if error.errno else str(error))
+    return ConfigError(f"cannot listen on {where}: {remedy}")

@@ -1,0 +1,88 @@
+"""Run specs from files, from the package, and signed as they travel."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from peerloom.node.identity import Identity, verify
+from peerloom.protocol.errors import AuthenticationError, ConfigError, LimitExceeded, MalformedMessage, SpecError
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import SignedSpec
+
+MAX_SPEC_BYTES = 65_536
+MAX_SIGNED_BYTES = 16_384  # a canonical text has no comments: the longest possible is below this
+SIGNATURE_CONTEXT = b"peerloom-spec-v1\0"
+
+TEMPLATE = (
+    "# A run of Peerloom: the same for all its nodes. Check it with `peer run check FILE`, start it with\n"
+    "# `peer bootstrap --run FILE`. Every key may be left out; the values here are the defaults.\n\n"
+) + RunSpec().template()
+
+
+def load_spec(path: Path) -> RunSpec:
+    """The spec of a file; raises ConfigError when it cannot be read, SpecError when it does not check."""
+    return _parse(_read(path), str(path))
+
+
+def embedded_spec() -> RunSpec:
+    """The run that a node trains when it is given none."""
+    return _parse(files("peerloom.node").joinpath("default_run.toml").read_text(encoding="utf-8"), "default_run.toml")
+
+
+def sign_spec(spec: RunSpec, identity: Identity) -> SignedSpec:
+    """The spec as it travels, owned and signed by `identity`; raises SpecError."""
+    text = spec.canonical()
+    return SignedSpec(text=text, owner=identity.peer_id, signature=identity.sign(SIGNATURE_CONTEXT + text.encode()))
+
+
+def verify_spec(signed: SignedSpec) -> RunSpec:
+    """The spec a peer handed over.
+
+    Raises LimitExceeded, AuthenticationError when the owner did not sign this text, or MalformedMessage when the text
+    is no spec or not its canonical form.
+    """
+    data = _signed_bytes(signed.text)
+    if not verify(signed.owner, SIGNATURE_CONTEXT + data, signed.signature):
+        raise AuthenticationError(f"the run spec is not signed by its owner {signed.owner!r:.80}")
+    try:
+        spec = RunSpec.from_toml(signed.text)
+    except SpecError as error:
+        shown = "; ".join(error.problems[:3])
+        raise MalformedMessage(f"the run spec signed by {signed.owner} does not check: {shown}") from error
+    if spec.canonical() != signed.text:
+        raise MalformedMessage(f"the run spec signed by {signed.owner} is not in canonical form")
+    return spec
+
+
+def _signed_bytes(text: str) -> bytes:
+    try:
+        data = text[: MAX_SIGNED_BYTES + 1].encode()
+    except UnicodeEncodeError as error:
+        raise MalformedMessage("the run spec is not valid text") from error
+    if len(data) > MAX_SIGNED_BYTES:
+        raise LimitExceeded(f"the run spec is longer than {MAX_SIGNED_BYTES} bytes")
+    return data
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_SPEC_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the run spec {path}: {error.strerror}; name a TOML file") from error
+    if len(data) > MAX_SPEC_BYTES:
+        raise ConfigError(f"the run spec {path} is larger than {MAX_SPEC_BYTES} bytes; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the run spec {path} is not UTF-8 text (byte {error.start}); is it the right file?"
+        ) from error
+
+
+def _parse(source: str, name: str) -> RunSpec:
+    try:
+        return RunSpec.from_toml(source)
+    except SpecError as error:
+        raise SpecError([f"{name}: {problem}" for problem in error.problems]) from error

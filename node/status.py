@@ -1,0 +1,256 @@
+"""The swarm as a user sees it: rows and totals from what the nodes say, as a table and as JSON.
+
+The JSON of `peer status --json`, schema 1; keys are only ever added. Times are seconds, `at` and `started_at` Unix
+time; loss is held-out, in nats a token; null where nothing is known yet.
+
+    {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty",
+     "run": {"id": str, "name": str, "method": str},
+     "totals": {"nodes": int, "trainers": int, "training": int, "silent": int, "tokens_per_s": float, "tokens": int,
+                "loss_min": float | null, "loss_max": float | null, "loss_spread": float | null},
+     "nodes": [{"peer_id": str, "name": str, "role": "trainer" | "bootstrap", "state": str, "reason": str,
+                "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
+                "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
+                "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float}]}
+
+`state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
+committed exchanges by peer. `--watch --json` prints one such object a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from peerloom.node.failures import DEGRADED, EMPTY, OK
+from peerloom.node.logs import short as short_id
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus, PeerId, RunId
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+SCHEMA = 1
+SILENT_AFTER_S = 15.0  # records are renewed every 10 s
+HEALTH = {OK: "healthy", DEGRADED: "degraded", EMPTY: "empty"}
+
+_TRAINING = {"training", "seeking", "exchanging", "done"}
+_LEAVING = {"draining", "done"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node's line, field for field the JSON's `nodes` entry."""
+
+    peer_id: PeerId
+    name: str
+    role: str
+    state: str
+    reason: str
+    silent_s: float | None
+    heartbeat_age_s: float
+    round: int
+    step: int
+    loss: float | None
+    tokens: int
+    tokens_per_s: float
+    up_bytes: int
+    down_bytes: int
+    partners: dict[PeerId, int]
+    addresses: tuple[str, ...]
+    version: str
+    started_at: float
+
+    @property
+    def trains(self) -> bool:
+        """Heard from, and training or done with it."""
+        return self.silent_s is None and self.state in _TRAINING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The swarm's sums, field for field the JSON's `totals`; speed and loss count only nodes heard from."""
+
+    nodes: int
+    trainers: int
+    training: int
+    silent: int
+    tokens_per_s: float
+    tokens: int
+    loss_min: float | None
+    loss_max: float | None
+    loss_spread: float | None
+
+
+class LastHeard:
+    """Remembers nodes across observations, so that one that stops answering stays listed until it is back."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, NodeStatus] = {}
+
+    def observe(self, statuses: Iterable[NodeStatus]) -> list[NodeStatus]:
+        """Takes in one observation and returns the newest word of every node seen so far.
+
+        A node that said it was leaving is forgotten when it is gone.
+        """
+        seen = {status.record.peer_id: status for status in statuses}
+        for peer, status in self._known.items():
+            if peer not in seen and status.record.state not in _LEAVING:
+                seen[peer] = status
+        self._known = {peer: self._newest(peer, status) for peer, status in seen.items()}
+        return list(self._known.values())
+
+    def _newest(self, peer: PeerId, status: NodeStatus) -> NodeStatus:
+        known = self._known.get(peer)
+        if known is None or known.record.instance != status.record.instance:
+            return status
+        if _age_key(status) < _age_key(known):  # an old DHT record after a fresher answer
+            return known
+        if not status.partners:  # read from a record, which has no room for them
+            return replace(status, partners=known.partners, counters=status.counters or known.counters)
+        return status
+
+
+def _age_key(status: NodeStatus) -> tuple[float, int, int]:
+    return status.record.issued_at, status.record.round, status.record.step
+
+
+def rows_of(statuses: Iterable[NodeStatus], now: float) -> list[NodeRow]:
+    """One row a node, trainers first, then by name; `now` is Unix time."""
+    rows = [_row_of(status, now) for status in statuses]
+    return sorted(rows, key=lambda row: (row.role != "trainer", row.name, row.peer_id))
+
+
+def _row_of(status: NodeStatus, now: float) -> NodeRow:
+    record = status.record
+    age_s = max(0.0, now - record.issued_at)
+    return NodeRow(
+        peer_id=record.peer_id,
+        name=record.name,
+        role=record.role,
+        state=record.state,
+        reason=record.reason,
+        silent_s=age_s if age_s > SILENT_AFTER_S else None,
+        heartbeat_age_s=age_s,
+        round=record.round,
+        step=record.step,
+        loss=record.loss,
+        tokens=record.tokens,
+        tokens_per_s=record.tokens_per_s,
+        up_bytes=record.up_bytes,
+        down_bytes=record.down_bytes,
+        partners={peer: count for peer, count in sorted(status.partners.items()) if count > 0},
+        addresses=record.addresses,
+        version=record.version,
+        started_at=record.started_at,
+    )
+
+
+def totals_of(rows: list[NodeRow]) -> Totals:
+    """The swarm's sums over its rows."""
+    heard = [row for row in rows if row.silent_s is None]
+    losses = [row.loss for row in heard if row.role == "trainer" and row.loss is not None]
+    low, high = (min(losses), max(losses)) if losses else (None, None)
+    return Totals(
+        nodes=len(rows),
+        trainers=sum(row.role == "trainer" for row in rows),
+        training=sum(row.role == "trainer" and row.trains for row in rows),
+        silent=len(rows) - len(heard),
+        tokens_per_s=sum(row.tokens_per_s for row in heard),
+        tokens=sum(row.tokens for row in rows),
+        loss_min=low,
+        loss_max=high,
+        loss_spread=None if low is None or high is None else high - low,
+    )
+
+
+def health_of(rows: list[NodeRow]) -> int:
+    """The exit code of `peer status`: OK, DEGRADED (a node silent, a trainer not training) or EMPTY (no trainer)."""
+    trainers = [row for row in rows if row.role == "trainer"]
+    if not trainers:
+        return EMPTY
+    if any(row.silent_s is not None for row in rows) or not all(row.trains for row in trainers):
+        return DEGRADED
+    return OK
+
+
+def to_json(spec: RunSpec, run_id: RunId, rows: list[NodeRow], now: float) -> dict[str, Any]:
+    """The object that the module's docstring describes."""
+    return {
+        "schema": SCHEMA,
+        "at": now,
+        "health": HEALTH[health_of(rows)],
+        "run": {"id": run_id, "name": spec.name, "method": spec.method},
+        "totals": asdict(totals_of(rows)),
+        "nodes": [asdict(row) for row in rows],
+    }
+
+
+def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
+    """Header, table, and under it a line for each node with something to explain; readable at 80 columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    head = Text.assemble((spec.name, "bold"), f"  run {run_id}  {spec.method}\n", summary(totals_of(rows)))
+    notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
+    return Group(head, Text(), _table(rows), *notes)
+
+
+def summary(totals: Totals) -> str:
+    """The swarm in one line."""
+    parts = [f"{totals.training} of {totals.trainers} training", f"{totals.nodes} nodes"]
+    if totals.silent:
+        parts.append(f"{totals.silent} silent")
+    parts += [f"{short(totals.tokens_per_s)} tokens/s", f"{short(totals.tokens)} tokens"]
+    if totals.loss_spread is not None:
+        parts.append(f"loss spread {totals.loss_spread:.3f}")
+    return ", ".join(parts)
+
+
+def short(amount: float) -> str:
+    """A count or a number of bytes in at most five characters: 950, 1.2k, 34M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if amount < 999.5:
+            return f"{amount:.1f}{unit}" if unit and amount < 9.95 else f"{amount:.0f}{unit}"
+        amount /= 1000
+    return f"{amount:.0f}P"
+
+
+def _table(rows: list[NodeRow]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("peer", no_wrap=True, max_width=18, overflow="ellipsis")
+    table.add_column("state", no_wrap=True, min_width=11)
+    for heading in ("round", "loss", "tok/s", "up", "down", "partners", "age"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for row in rows:
+        table.add_row(*_cells(row), style="red" if row.silent_s is not None else None)
+    return table
+
+
+def _cells(row: NodeRow) -> list[str]:
+    trainer = row.role == "trainer"
+    return [
+        _label(row),
+        row.state if row.silent_s is None else f"silent {row.silent_s:.0f} s",
+        str(row.round) if trainer else "",
+        f"{row.loss:.3f}" if row.loss is not None else "",
+        short(row.tokens_per_s) if trainer else "",
+        short(row.up_bytes),
+        short(row.down_bytes),
+        str(len(row.partners)) if trainer else "",
+        f"{row.heartbeat_age_s:.0f} s",
+    ]
+
+
+def _label(row: NodeRow) -> str:
+    return f"{short_id(row.peer_id)} {row.name}"
+
+
+def _note(row: NodeRow) -> str:
+    if row.silent_s is not None:
+        last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
+        return f"silent for {row.silent_s:.0f} s{last}"
+    return f"{row.state}: {row.reason}" if row.reason else ""

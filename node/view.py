@@ -1,0 +1,119 @@
+"""This node's view of the swarm: publishes its own record, reads the others', keeps the membership."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from peerloom.node.facts import Facts
+from peerloom.node.seams import Clock, Discovery
+from peerloom.protocol.events import PeerSeen
+from peerloom.protocol.membership import Membership
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import PeerId, PeerRecord, SignedSpec
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 10.0  # records live 30 s: two renewals may be lost
+REFRESH_S = 5.0
+PROMPT_S = 2.0  # a change of state is published at once, but not more often than this
+SPEC_RENEW_S = 3600.0
+JUMP_S = 2.0  # a wall clock that moves this far against the monotonic one has been set
+
+
+class SwarmView:
+    """Heartbeats out, records in; `changed` is called when the set of peers that may be paired with is another."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        facts: Facts,
+        spec: RunSpec,
+        clock: Clock,
+        signed_spec: SignedSpec | None = None,
+    ) -> None:
+        self._discovery = discovery
+        self._facts = facts
+        self._clock = clock
+        self.changed: Callable[[], None] = lambda: None
+        self._membership = Membership(facts.peer_id, spec.gasloc)
+        self._records: dict[PeerId, PeerRecord] = {}
+        self._news = asyncio.Event()
+        self._offset = clock.wall() - clock.monotonic()
+        self.signed_spec = signed_spec
+
+    def records(self) -> list[PeerRecord]:
+        """The newest records of the others, bootstrap peers among them."""
+        return list(self._records.values())
+
+    def record_of(self, peer: PeerId) -> PeerRecord | None:
+        """The newest record of one peer."""
+        return self._records.get(peer)
+
+    def live(self) -> tuple[PeerSeen, ...]:
+        """Whom this node may pair with now."""
+        self._membership.set_layout(self._facts.layout_digest)
+        return self._membership.live(self._clock.monotonic())
+
+    def score(self, peer: PeerId, fault: str) -> None:
+        """Holds a fault against a peer."""
+        self._facts.count("peer_faults")
+        log.warning("peer %s: %s", peer[-6:], fault)
+        self._membership.score(peer, fault, self._clock.monotonic())
+        self.changed()
+
+    def tell(self) -> None:
+        """This node's state changed: its record goes out soon."""
+        self._news.set()
+
+    async def refresh(self) -> None:
+        """Reads all records once."""
+        self._records = {record.peer_id: record for record in await self._discovery.peers()}
+        if self._membership.update(self.records(), self._clock.monotonic()):
+            self.changed()
+
+    async def own_record(self) -> PeerRecord | None:
+        """What the swarm holds of this very identity: of another life, or of another node with the same key."""
+        return await self._discovery.own_record()
+
+    async def wait_for_anybody(self, seconds: float) -> None:
+        """Waits until one record of another node is seen, or for `seconds`."""
+        deadline = self._clock.monotonic() + seconds
+        while not self._records and self._clock.monotonic() < deadline:
+            await self.refresh()
+            if not self._records:
+                await asyncio.sleep(0.5)
+
+    async def heartbeat(self) -> None:
+        """Publishes every RENEW_S, and soon after a change; until cancelled."""
+        while True:
+            self._news.clear()
+            if not await self._discovery.publish(self._facts.record()):
+                self._facts.count("publish_failed")
+            self._look_at_clock()
+            await asyncio.sleep(PROMPT_S)
+            try:
+                async with asyncio.timeout(RENEW_S - PROMPT_S):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def watch(self) -> None:
+        """Reads the others' records every REFRESH_S; until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async def keep_spec(self) -> None:
+        """Renews the run's spec, so that it outlives its owner; until cancelled."""
+        while self.signed_spec is not None:
+            stored = await self._discovery.publish_spec(self.signed_spec)
+            await asyncio.sleep(SPEC_RENEW_S if stored else RENEW_S)
+
+    def _look_at_clock(self) -> None:
+        offset = self._clock.wall() - self._clock.monotonic()
+        if abs(jump := offset - self._offset) > JUMP_S:
+            log.warning("this machine's clock was set by %+.1f s while the node ran; records follow it", jump)
+            self._facts.count("clock_jumps")
+        self._offset = offset

@@ -1,0 +1,166 @@
+"""The worker process: `python -m peerloom.node.worker.main PIPE_FD MEMORY_FD PARENT_PID`, started by `port.py` alone.
+
+It imports torch and transformers before its first command, so that this overlaps with the daemon's discovery; then it
+obeys one command at a time. It ends when the daemon does: by a signal on Linux, by the pipe's end elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from peerloom.node.worker import messages
+from peerloom.protocol.errors import PeerloomError
+
+if TYPE_CHECKING:
+    from peerloom.node.worker.tasks.gasloc import GaslocTask
+
+PR_SET_PDEATHSIG = 1
+LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
+
+
+class _Over(Exception):
+    """The daemon asked this process to end, or is gone."""
+
+
+class Worker:
+    """Reads commands, runs them on the task, answers; looks at the pipe between local steps."""
+
+    def __init__(self, pipe: Connection[Any, Any], memory_fd: int, imports_s: float) -> None:
+        self._pipe = pipe
+        self._memory_fd = memory_fd
+        self._imports_s = imports_s
+        self._waiting: deque[messages.Request] = deque()
+        self._task: GaslocTask | None = None
+        self._over = False
+
+    def run(self) -> None:
+        """Obeys until the end; raises what a command raised unless it is the user's to mend."""
+        while not self._over:
+            request = self._waiting.popleft() if self._waiting else self._receive()
+            if isinstance(request.command, messages.Stop):
+                return
+            if isinstance(request.command, messages.Interrupt):
+                continue  # it came too late: that round's steps are over
+            try:
+                value = self._obey(request.command)
+            except PeerloomError as error:
+                value = messages.Refused(type(error).__name__, str(error))
+            self._pipe.send(messages.Reply(request.id, value))
+
+    def _receive(self) -> messages.Request:
+        try:
+            request: messages.Request = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _Over from error
+        return request
+
+    def _obey(self, command: messages.Command) -> object:
+        if isinstance(command, messages.Start):
+            return self._start(command)
+        task = self._task
+        if task is None:
+            raise RuntimeError("the first command must be Start")
+        match command:
+            case messages.Train(round):
+                return task.train(round, lambda: self._interrupted(round))
+            case messages.Finish(mix):
+                return task.finish(mix)
+            case messages.Adopt(round, step):
+                return task.adopt(round, step)
+            case messages.Save():
+                return task.save()
+        raise RuntimeError(f"unknown command {command}")
+
+    def _start(self, command: messages.Start) -> messages.Started:
+        from peerloom.node.worker.tasks.gasloc import GaslocTask
+
+        task = GaslocTask(command.setup, self._memory_fd, self._progress)
+        self._task = task
+        return messages.Started(task.ready(), task.layout, {"imports": self._imports_s, **task.phases})
+
+    def _progress(self, what: str, share: float) -> None:
+        self._pipe.send(messages.Progress(what, share))
+
+    def _interrupted(self, round: int) -> bool:
+        """Whether to end the local steps of `round` now; other commands wait for their turn."""
+        while self._pipe.poll():
+            request = self._receive()
+            match request.command:
+                case messages.Stop():
+                    raise _Over
+                case messages.Interrupt(meant):
+                    if meant == round:
+                        return True
+                case _:
+                    self._waiting.append(request)
+        return False
+
+
+def die_with(parent_pid: int) -> None:
+    """Asks Linux to kill this process when its parent dies; elsewhere the pipe's end does it, a step later."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the request
+        raise SystemExit(0)
+
+
+def import_libraries() -> float:
+    """Imports what every run needs; returns the seconds it took."""
+    started = time.perf_counter()
+    for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for module in ("peerloom.node.worker.tasks.gasloc", LIKELY_MODEL):
+        importlib.import_module(module)
+    return time.perf_counter() - started
+
+
+def guarded(pipe: Connection[Any, Any], run: Callable[[], None]) -> int:
+    """Runs the worker and returns the exit code; why it failed goes over the pipe, the traceback to stderr."""
+    try:
+        run()
+    except (_Over, BrokenPipeError):
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        named = type(error).__module__.startswith("peerloom.")
+        try:
+            pipe.send(messages.Crashed(str(error) if named else f"{type(error).__name__}: {error}"))
+        except OSError:
+            return 0  # the daemon is gone: nobody is left to tell
+        return 1
+    return 0
+
+
+def main() -> int:
+    """The process, from its first line to its exit code."""
+    pipe_fd, memory_fd, parent_pid = map(int, sys.argv[1:4])
+    die_with(parent_pid)
+    for shared in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and service managers signal the whole group at once:
+        signal.signal(shared, signal.SIG_IGN)  # what it means is the daemon's to say, which still drains with us
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    pipe: Connection[Any, Any] = Connection(pipe_fd)
+    return guarded(pipe, lambda: Worker(pipe, memory_fd, import_libraries()).run())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is written; taking torch down in order takes a second, and CUDA may hang in it

@@ -1,0 +1,105 @@
+"""What goes over the pipe between the daemon and its worker: small, local, trusted values; tensors never do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peerloom.node.seams import WorkerReady, WorkerSetup
+from peerloom.node.worker.memory import BlockLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Build model and data, resume."""
+
+    setup: WorkerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Run the local steps of `round`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End the local steps of `round` after the current one; of another round: too late, ignored. Has no reply."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the round, mixing with the inbox if `mix`."""
+
+    mix: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Take the donor's state that lies in the theta region."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process after the current step. Has no reply but the end of the pipe."""
+
+
+Command = Start | Train | Interrupt | Finish | Adopt | Save | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command with the number its reply will carry."""
+
+    id: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The reply to Start; `phases` are the seconds of each phase of starting, in order."""
+
+    ready: WorkerReady
+    layout: BlockLayout
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A command failed with an error of the user's error tree, `kind` being its class name; the worker lives on."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to the request of the same number: a value of the seams, Started or Refused."""
+
+    id: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far starting has come."""
+
+    what: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The worker is about to end, for this reason."""
+
+    message: str

@@ -1,0 +1,94 @@
+"""The model of a run: a transformers causal LM, equal on every node, and the digests that prove it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from peerloom.node.worker.tokenizer import BYTES_SEPARATOR
+from peerloom.protocol.errors import SpecError
+from peerloom.protocol.runspec import RunSpec
+
+
+def build_model(spec: RunSpec) -> nn.Module:
+    """The run's model on the CPU in fp32, a pure function of the spec (and of a hub's or folder's content).
+
+    Sizes give an untrained model whose weights are drawn from the run seed; the global generator is left as it was.
+    Only a hub name reaches for the network. Raises SpecError.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = _load(spec.model.path) if spec.model.path else _from_sizes(spec)
+    model.config.use_cache = False
+    built: nn.Module = model.to(device="cpu", dtype=torch.float32)
+    return built
+
+
+def init_digest(flat: Tensor) -> str:
+    """BLAKE3 in hex over the flat fp32 parameters' bytes."""
+    return blake3(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def layout_digest(layout: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    """BLAKE3 in hex over the JSON of [[name, [sizes...]], ...], UTF-8, no spaces."""
+    listed = [[name, list(shape)] for name, shape in layout]
+    return blake3(json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+
+
+def _from_sizes(spec: RunSpec) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(_config(spec))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise SpecError([f"model.architecture: {spec.model.architecture} cannot be built: {_first(error)}"]) from error
+
+
+def _config(spec: RunSpec) -> Any:
+    from transformers import AutoConfig
+
+    model = spec.model
+    try:
+        plain = AutoConfig.for_model(model.architecture)
+    except (ValueError, KeyError) as error:
+        raise SpecError([f"model.architecture: transformers knows no {model.architecture!r}"]) from error
+    sizes: dict[str, object] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": spec.data.sequence_length,
+        "intermediate_size" if hasattr(plain, "intermediate_size") else "n_inner": model.intermediate_size,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+    if "head_dim" in plain.to_dict():
+        sizes["head_dim"] = model.hidden_size // model.heads
+    if spec.data.tokenizer == "bytes":
+        sizes |= {"bos_token_id": BYTES_SEPARATOR, "eos_token_id": BYTES_SEPARATOR, "pad_token_id": None}
+    config = AutoConfig.for_model(model.architecture, **sizes)
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(config, name, None) != sizes[name]:
+            raise SpecError([f"model.architecture: {model.architecture} takes no {name}; use model.path instead"])
+    return config
+
+
+def _load(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    local = Path(path).expanduser()
+    where = str(local) if local.is_dir() else path
+    try:
+        return AutoModelForCausalLM.from_pretrained(where, local_files_only=local.is_dir())
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecError([f"model.path: {path} cannot be loaded: {_first(error)}"]) from error
+
+
+def _first(error: Exception) -> str:
+    """The first line of an error's text: transformers writes paragraphs."""
+    return str(error).strip().split("\n")[0]

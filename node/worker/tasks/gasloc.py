@@ -1,0 +1,304 @@
+"""GASLoC in the worker: local AdamW steps, the proposal, the mix, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peerloom.node import checkpoint
+from peerloom.node.cursor import BatchCursor
+from peerloom.node.seams import RoundFinished, RoundTrained, WorkerReady, WorkerSetup
+from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
+from peerloom.node.worker.inner import InnerLoop
+from peerloom.node.worker.memory import BlockLayout, SharedBlock
+from peerloom.node.worker.model import build_model, init_digest, layout_digest
+from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.optim.encode import decode, encode, encoded_bytes
+from peerloom.optim.flat import FlatParameters
+from peerloom.optim.gasloc import Buffers, GASLoC
+from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
+
+HELD_OUT = "held-out"  # who draws the evaluation windows: the same on every node
+
+
+class NonFiniteLoss(Exception):
+    """Training diverged in this round; nothing of it may be kept."""
+
+
+@dataclass(slots=True)
+class _Position:
+    """How far this node is. `adopted_at` is the step of the last adoption, while the rate warms up again."""
+
+    round: int = 0
+    step: int = 0
+    tokens: int = 0
+    adam_steps: int = 0
+    adopted_at: int | None = None
+    held_out_loss: float | None = None
+    at_exchange: bool = False
+
+
+class GaslocTask:
+    """One node's training, driven call by call; `phases` holds the seconds of each phase of building it.
+
+    Raises DataError, SpecError, ConfigError (device), StorageError, RunMismatch.
+    """
+
+    def __init__(self, setup: WorkerSetup, memory_fd: int, progress: Callable[[str, float], None]) -> None:
+        self._setup, self._spec = setup, setup.spec
+        self.phases: dict[str, float] = {}
+        self._device = _device(setup)
+        clock = time.perf_counter()
+        progress("model", 0.0)
+        model = build_model(self._spec)
+        self._place(model, memory_fd)
+        clock = self._phase("model", clock)
+        self._open_data(progress)
+        clock = self._phase("data", clock)
+        progress("checkpoint", 0.0)
+        self._position = _Position()
+        self._resumed, notes = self._resume()
+        clock = self._phase("checkpoint", clock)
+        progress("evaluation", 0.0)
+        if self._position.held_out_loss is None:
+            self._position.held_out_loss = self._evaluate()
+        self._note = "; ".join(notes)
+        self._publish_theta()
+        self._phase("evaluation", clock)
+
+    def _phase(self, name: str, since: float) -> float:
+        now = time.perf_counter()
+        self.phases[name] = now - since
+        return now
+
+    def _place(self, model: nn.Module, memory_fd: int) -> None:
+        """Puts the parameters and GASLoC's buffers where they live: the shared block, or the GPU with copies in it."""
+        gasloc = self._spec.gasloc
+        numel = FlatParameters(model.named_parameters()).numel
+        on_cpu = self._device.type == "cpu"
+        own_outbox = gasloc.encoding != "fp32"
+        self.layout = BlockLayout(numel, encoded_bytes(numel, gasloc.encoding), own_outbox)
+        self._block = SharedBlock(memory_fd, self.layout, create=True)
+        self._host_theta = torch.frombuffer(self._block.view("theta"), dtype=torch.float32)
+        self._inbox = torch.frombuffer(self._block.view("inbox"), dtype=torch.uint8)
+        self._outbox = torch.frombuffer(self._block.view("outbox"), dtype=torch.uint8)
+        host = [torch.frombuffer(self._block.view(name), dtype=torch.float32) for name in ("params", "previous")]
+        self._model = model.to(self._device)
+        self._flat = FlatParameters(self._model.named_parameters(), host[0] if on_cpu else None)
+        flat = self._flat.flat
+        live = (self._host_theta, host[1]) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
+        self._method = GASLoC(
+            flat,
+            eta=gasloc.eta,
+            alpha=gasloc.alpha,
+            gamma=gasloc.gamma,
+            momentum=gasloc.momentum,
+            buffers=Buffers(*live),
+        )
+        self._init_digest = init_digest(flat)
+        self._layout_digest = layout_digest(self._flat.layout())
+        self._inner = InnerLoop(self._model, self._spec.train)
+
+    def _open_data(self, progress: Callable[[str, float], None]) -> None:
+        data, train = self._spec.data, self._spec.train
+        tokenizer = load_tokenizer(data.tokenizer)
+        vocabulary = getattr(self._model.config, "vocab_size", None)
+        if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
+            raise SpecError(
+                [f"model.vocab_size: {vocabulary} is less than the tokenizer's {tokenizer.vocab_size}; raise it"]
+            )
+        shards: Shards = prepare(data, tokenizer, self._setup.cache_dir, progress)
+        check_enough(shards, data, train.batch_size)
+        size = (train.batch_size, data.sequence_length)
+        self._batches = Batches(shards.train, self._spec.seed, self._setup.peer_id, *size)
+        held_out = Batches(shards.held_out, self._spec.seed, HELD_OUT, *size)
+        self._held_out = [torch.from_numpy(held_out[index]) for index in range(train.eval_batches)]
+
+    def _resume(self) -> tuple[bool, list[str]]:
+        """Takes up the newest intact checkpoint, if any; returns whether it did, and what was wrong on the disk."""
+        checkpoint.clear_leftovers(self._folder)
+        found, notes = checkpoint.newest_intact(self._folder)
+        self._cursor = BatchCursor(self._setup.run_dir / "cursor.json", found.meta.batch_cursor if found else None)
+        if self._cursor.note:
+            notes.append(self._cursor.note)
+        if found is None:
+            return False, notes
+        meta = found.meta
+        if (meta.spec_hash, meta.layout_digest) != (self._spec.spec_hash(), self._layout_digest):
+            raise RunMismatch(f"the checkpoints in {self._folder} belong to another run or model; move them away")
+        self._method.load_state_dict(
+            {"theta": found.theta, "previous": found.previous, "momentum": self._spec.gasloc.momentum}
+        )
+        self._inner.load_state(found.optimizer)
+        self._position = _Position(
+            meta.round, meta.step, meta.tokens, meta.adam_steps, meta.adopted_at, meta.held_out_loss
+        )
+        return True, notes
+
+    @property
+    def _folder(self) -> Path:
+        return self._setup.run_dir / "checkpoints"
+
+    def ready(self) -> WorkerReady:
+        """What start() answers."""
+        at = self._position
+        return WorkerReady(
+            init_digest=self._init_digest,
+            layout_digest=self._layout_digest,
+            numel=self.layout.numel,
+            payload_bytes=self.layout.payload_bytes,
+            round=at.round,
+            step=at.step,
+            tokens=at.tokens,
+            held_out_loss=at.held_out_loss,
+            resumed=self._resumed,
+            note=self._note,
+        )
+
+    def train(self, round: int, interrupted: Callable[[], bool]) -> RoundTrained:
+        """The local steps of a round, at least one; `interrupted` is asked after each. y is in the outbox after it.
+
+        Raises NonFiniteLoss, StorageError (the batch cursor), ValueError for a round that is not the next.
+        """
+        at = self._position
+        if round != at.round:
+            raise ValueError(f"asked to train round {round} while round {at.round} is next")
+        planned = self._spec.gasloc.local_steps
+        first = self._cursor.reserve(planned)
+        started = time.perf_counter()
+        self._method.start_round()
+        torch.manual_seed(self._dropout_seed(first))
+        losses: list[Tensor] = []
+        for index in range(first, first + planned):
+            losses.append(self._step(index))
+            if interrupted():
+                break
+        self._cursor.give_back(first + len(losses))
+        self._propose(torch.stack(losses))
+        at.at_exchange = True
+        return RoundTrained(
+            round=round,
+            step=at.step,
+            tokens=at.tokens,
+            first_batch=first,
+            batches=len(losses),
+            seconds=time.perf_counter() - started,
+            train_loss=float(torch.stack(losses).mean()),
+        )
+
+    def _step(self, index: int) -> Tensor:
+        at = self._position
+        rate = learning_rate(at.step, self._spec.train, adopted_at=at.adopted_at)
+        loss = self._inner.step(torch.from_numpy(self._batches[index]), rate)
+        at.step += 1
+        at.adam_steps += 1
+        at.tokens += self._spec.train.batch_size * self._spec.data.sequence_length
+        return loss
+
+    def _propose(self, losses: Tensor) -> None:
+        y = self._method.proposal()
+        if not (bool(losses.isfinite().all()) and bool(y.sum().isfinite())):
+            raise NonFiniteLoss(
+                f"training diverged in round {self._position.round} (step {self._position.step}): the loss or a "
+                "parameter is not finite; lower train.learning_rate if it happens again"
+            )
+        encoding = self._spec.gasloc.encoding
+        if not (encoding == "fp32" and self._device.type == "cpu"):  # else the outbox is y itself
+            encode(y.cpu(), encoding, self._outbox)
+
+    def _dropout_seed(self, first_batch: int) -> int:
+        """A resumed node drops what it would have dropped; matters only for models with dropout."""
+        text = f"{self._spec.seed}\0{self._setup.peer_id}\0{first_batch}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def finish(self, mix: bool) -> RoundFinished:
+        """Mixes with the inbox at weight 1 if `mix`; theta of the next round stands after it."""
+        encoding = self._spec.gasloc.encoding
+        neighbors: list[tuple[float, Tensor]] = []
+        own: Tensor | None = None
+        if mix:
+            neighbors.append((1.0, decode(self._inbox, encoding)))
+            own = decode(self._outbox, encoding) if encoding != "fp32" else None
+        self._method.mix(neighbors, own=own.to(self._device) if own is not None else None)
+        at = self._position
+        at.round, at.at_exchange = at.round + 1, False
+        if at.adopted_at is not None and at.adam_steps >= self._spec.train.warmup_steps:
+            at.adopted_at = None
+        self._publish_theta()
+        due = at.round % self._spec.train.eval_every_rounds == 0
+        at.held_out_loss = self._evaluate() if due else None
+        return RoundFinished(round=at.round, held_out_loss=at.held_out_loss)
+
+    def adopt(self, round: int, step: int) -> RoundFinished:
+        """Takes the donor's state from the theta region: y_prev = theta, fresh moments, a short new warm-up."""
+        self._method.adopt(self._host_theta.clone())
+        self._inner.reset()
+        at = self._position
+        at.round, at.step, at.adam_steps, at.adopted_at, at.at_exchange = round, step, 0, step, False
+        self._publish_theta()
+        at.held_out_loss = self._evaluate()
+        return RoundFinished(round=round, held_out_loss=at.held_out_loss)
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the state between two rounds; raises StorageError, RuntimeError amid a round."""
+        if self._position.at_exchange:
+            raise RuntimeError("a checkpoint holds a finished round: call finish() before save()")
+        at, state = self._position, self._method.state_dict()
+        meta = checkpoint.Meta(
+            round=at.round,
+            step=at.step,
+            tokens=at.tokens,
+            batch_cursor=self._cursor.next,
+            spec_hash=self._spec.spec_hash(),
+            layout_digest=self._layout_digest,
+            adam_steps=at.adam_steps,
+            adopted_at=at.adopted_at,
+            held_out_loss=at.held_out_loss,
+            versions=_versions(),
+        )
+        return checkpoint.save(
+            self._folder,
+            checkpoint.Checkpoint(
+                meta=meta, theta=state["theta"].cpu(), previous=state["previous"].cpu(), optimizer=self._inner.state()
+            ),
+        )
+
+    def _evaluate(self) -> float:
+        return self._inner.evaluate(self._held_out)
+
+    def _publish_theta(self) -> None:
+        """Shows the daemon the round's start point; on the CPU theta lives there already."""
+        if self._device.type != "cpu":
+            self._host_theta.copy_(self._method.theta)
+
+
+def _device(setup: WorkerSetup) -> torch.device:
+    if setup.threads:
+        torch.set_num_threads(setup.threads)
+    if setup.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(setup.device)
+    except RuntimeError as error:
+        raise ConfigError(f'device: {setup.device!r} is no device; use "cpu", "cuda" or "cuda:1"') from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device: {setup.device!r} is not supported; use "cpu", "cuda" or "cuda:1"')
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device: {setup.device!r} is not there ({count} CUDA devices are); use another, or cpu")
+    return device
+
+
+def _versions() -> dict[str, str]:
+    names = ("peerloom", "torch", "transformers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

@@ -1,0 +1,304 @@
+"""GASLoC: local steps, then one gossip step with momentum (arXiv 2606.11081), and its plain stacked reference.
+
+For worker i with neighbours j, per element, in fp32, each operation rounded once and in this order:
+
+    g   = params - theta                              drift of the local steps
+    y   = theta + eta * g                             the proposal, which is what peers exchange
+    s   = sum over j, as given, of (lambda_ij / 2) * (y_i - y_j)
+    mix = y - alpha * s                               (s and its term are skipped without neighbours)
+    "pre"  (the paper's equation):  theta' = mix + gamma * (y - previous),    previous' = y
+    "post" (DiLoCo on an exact average): theta' = mix + gamma * (mix - previous),  previous' = mix
+
+and previous starts as theta_0. No multiply is fused with an add, so that CPUs and GPUs agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Momentum = Literal["pre", "post"]
+CPU_CHUNK = 1 << 16  # elements mixed at a time, four fp32 scratch pieces: 1 MiB
+ACCELERATOR_CHUNK = 1 << 21  # larger, since each piece costs a few kernel launches: 32 MiB
+
+_Phase = Literal["between rounds", "in local steps", "at the exchange"]
+
+
+class Buffers(NamedTuple):
+    """Memory for GASLoC's two copies of the model: flat fp32, one the length of the parameters each."""
+
+    theta: Tensor
+    previous: Tensor
+
+
+class GASLoC:
+    """One worker's outer optimizer: `start_round()`, local steps on `params`, `proposal()`, exchange, `mix(...)`.
+
+    `params` is the flat fp32 tensor that the model's parameters are views of: y and the next theta are then written in
+    place, and the memory beyond it is `theta`, `previous` and about 1 MiB (32 MiB on an accelerator). Tensors of other
+    shapes and dtypes, or several, work too, at the price of one more fp32 copy. `buffers` gives the memory for theta
+    and previous, in shared memory for instance; both are overwritten. Arithmetic is in fp32 throughout.
+
+    `theta` (the point this round started from) and `previous` stay constant from `start_round` to `mix`. Raises
+    ValueError for hyper-parameters outside eta > 0, alpha > 0, 0 <= gamma < 1, momentum "pre" or "post", and for
+    tensors that do not fit; RuntimeError for a call out of order.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        *,
+        eta: float,
+        alpha: float,
+        gamma: float,
+        momentum: Momentum = "pre",
+        buffers: Buffers | tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        check_hyperparameters(eta=eta, alpha=alpha, gamma=gamma, momentum=momentum)
+        self.eta, self.alpha, self.gamma, self.momentum = eta, alpha, gamma, momentum
+        self._y, self._scattered = _flat_or_gathered(params)
+        self._gather()
+        if buffers is None:
+            buffers = Buffers(torch.empty_like(self._y), torch.empty_like(self._y))
+        self.theta, self.previous = (tensor.detach() for tensor in buffers)
+        for name, tensor in (("theta", self.theta), ("previous", self.previous)):
+            _check_buffer(name, tensor, self._y)
+        self._phase: _Phase = "between rounds"
+        self.theta.copy_(self._y)
+        self.previous.copy_(self._y)
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return self._y.numel()
+
+    def start_round(self) -> None:
+        """Takes the parameters as they stand for this round's theta."""
+        self._expect("between rounds", "start_round")
+        self._gather()
+        self.theta.copy_(self._y)
+        self._phase = "in local steps"
+
+    def proposal(self) -> Tensor:
+        """Ends the local steps: y, flat fp32, to be sent and left unchanged until `mix`; flat `params` now hold it."""
+        self._expect("in local steps", "proposal")
+        self._gather()
+        for chunk in _chunks(self._y):
+            y, theta = self._y[chunk], self.theta[chunk]
+            y.sub_(theta).mul_(self.eta).add_(theta)
+        self._phase = "at the exchange"
+        return self._y
+
+    def mix(self, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None = None) -> None:
+        """Ends the round: params and theta become the next theta.
+
+        `neighbors` are (lambda_ij, y_j) of this round, y_j flat, of any float dtype and device; none when the edge was
+        dropped, which must then hold at its other end too. `own` is the proposal as the peers decoded it where the
+        encoding loses bits: the mixing term is then alpha / 2 sum lambda (own - y_j), equal and opposite at both ends,
+        and all the rest keeps y.
+        """
+        self._expect("at the exchange", "mix")
+        for weight, y_j in neighbors:
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"a neighbour's weight is {weight}; it must be positive and finite")
+            _check_flat("a neighbour's proposal", y_j, self.numel)
+        if own is not None:
+            _check_flat("own", own, self.numel)
+        for chunk in _chunks(self._y):
+            self._mix_chunk(chunk, neighbors, own)
+        self._scatter()
+        self._phase = "between rounds"
+
+    def adopt(self, theta: Tensor) -> None:
+        """Starts over from another worker's theta (flat): params = theta = previous; a round under way is dropped."""
+        _check_flat("theta", theta, self.numel)
+        self._restore(theta, theta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state at the start of the current round, whatever its phase; the tensors are not copied."""
+        return {"theta": self.theta, "previous": self.previous, "momentum": self.momentum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up `state_dict()`'s state: params = theta. ValueError if it is of another size or momentum variant."""
+        missing = {"theta", "previous", "momentum"} - state.keys()
+        if missing:
+            raise ValueError(f"the state has no {', '.join(sorted(missing))}")
+        if state["momentum"] != self.momentum:
+            raise ValueError(
+                f'the state was made with momentum "{state["momentum"]}", this run has "{self.momentum}":'
+                " its previous iterate means something else"
+            )
+        for name in ("theta", "previous"):
+            _check_flat(f"the state's {name}", state[name], self.numel)
+        self._restore(state["theta"], state["previous"])
+
+    def _mix_chunk(self, chunk: slice, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None) -> None:
+        y, previous = self._y[chunk], self.previous[chunk]
+        seen = y if own is None else _fp32(own[chunk], y)
+        term: Tensor | None = None
+        for weight, y_j in neighbors:
+            part = (seen - _fp32(y_j[chunk], y)).mul_(weight / 2)
+            term = part if term is None else term.add_(part)
+        if term is not None:
+            term.mul_(self.alpha)
+        if self.momentum == "pre":
+            push = (y - previous).mul_(self.gamma)
+            previous.copy_(y)
+            if term is not None:
+                y.sub_(term)
+        else:
+            if term is not None:
+                y.sub_(term)
+            push = (y - previous).mul_(self.gamma)
+            previous.copy_(y)
+        y.add_(push)
+        self.theta[chunk].copy_(y)
+
+    def _restore(self, theta: Tensor, previous: Tensor) -> None:
+        self.previous.copy_(previous)
+        self.theta.copy_(theta)
+        self._y.copy_(self.theta)
+        self._scatter()
+        self._phase = "between rounds"
+
+    def _expect(self, phase: _Phase, call: str) -> None:
+        if self._phase != phase:
+            raise RuntimeError(f"{call}() is for a worker {phase}; this one is {self._phase}")
+
+    def _gather(self) -> None:
+        for view, tensor in self._pieces():
+            view.copy_(tensor)
+
+    def _scatter(self) -> None:
+        for view, tensor in self._pieces():
+            tensor.copy_(view)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for tensor in self._scattered:
+            yield self._y[start : start + tensor.numel()].view(tensor.shape), tensor
+            start += tensor.numel()
+
+
+def gossip_round(
+    theta: Tensor,
+    previous: Tensor,
+    laplacian: Tensor,
+    drift: Tensor,
+    *,
+    eta: float,
+    alpha: float,
+    gamma: float,
+    momentum: Momentum = "pre",
+    lossy: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One round of all n workers, written to be read: (theta, previous) (n, d) of the next round, in theta's dtype.
+
+    `laplacian` is Lambda (n, n) with its half. `lossy` is what the encoding does to a proposal on its way.
+    """
+    y = theta + eta * drift
+    seen = y if lossy is None else lossy(y)
+    rows = []
+    for i, entries in enumerate(laplacian.tolist()):
+        row = y[i]
+        terms = [-entry * (seen[i] - seen[j]) for j, entry in enumerate(entries) if j != i and entry != 0]
+        if terms:
+            row = row - alpha * sum(terms[1:], start=terms[0])
+        rows.append(row)
+    mixed = torch.stack(rows)
+    carried = y if momentum == "pre" else mixed
+    return mixed + gamma * (carried - previous), carried
+
+
+def simulate_gossip(
+    theta0: Tensor,
+    laplacians: Tensor | Sequence[Tensor],
+    drifts: Tensor | Sequence[Tensor],
+    *,
+    eta: float,
+    alpha: float,
+    gamma: float,
+    momentum: Momentum = "pre",
+    lossy: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """GASLoC of n workers at once: theta (T + 1, n, d), from theta0 (n, d) and drifts (T, n, d), in theta0's dtype.
+
+    `laplacians` is one Lambda (n, n) for all rounds or one a round. In fp32 it equals, bit for bit, n `GASLoC` objects
+    that are given their neighbours in ascending order. Raises ValueError for shapes that do not fit together and for
+    hyper-parameters out of range.
+    """
+    check_hyperparameters(eta=eta, alpha=alpha, gamma=gamma, momentum=momentum)
+    rounds, n = len(drifts), len(theta0)
+    if isinstance(laplacians, Tensor) and laplacians.dim() == 2:
+        laplacians = [laplacians] * rounds
+    if len(laplacians) != rounds:
+        raise ValueError(f"{len(laplacians)} Laplacians for {rounds} rounds of drifts; give one, or one a round")
+    theta = previous = theta0
+    history = [theta0]
+    for laplacian, drift in zip(laplacians, drifts, strict=True):
+        if laplacian.shape != (n, n) or drift.shape != theta0.shape:
+            raise ValueError(
+                f"theta0 is {tuple(theta0.shape)}: a Laplacian must be {(n, n)}, not {tuple(laplacian.shape)},"
+                f" and a drift of theta0's shape, not {tuple(drift.shape)}"
+            )
+        theta, previous = gossip_round(
+            theta, previous, laplacian, drift, eta=eta, alpha=alpha, gamma=gamma, momentum=momentum, lossy=lossy
+        )
+        history.append(theta)
+    return torch.stack(history)
+
+
+def check_hyperparameters(*, eta: float, alpha: float, gamma: float, momentum: str) -> None:
+    """Raises ValueError, naming the value and what is allowed."""
+    for name, value in (("eta", eta), ("alpha", alpha)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be a finite number greater than 0, got {value}")
+    if not 0 <= gamma < 1:
+        raise ValueError(f"gamma must be at least 0 and less than 1, got {gamma}")
+    if momentum not in ("pre", "post"):
+        raise ValueError(f'momentum must be "pre" or "post", got {momentum!r}')
+
+
+def _flat_or_gathered(params: Tensor | Iterable[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The flat fp32 tensor to compute in, and the tensors it is gathered from and scattered to, if not `params`."""
+    if isinstance(params, Tensor):
+        flat = params.detach()
+        if flat.dim() == 1 and flat.dtype == torch.float32 and flat.is_contiguous():
+            return flat, []
+        params = [params]
+    tensors = [tensor.detach() for tensor in params]
+    if not tensors:
+        raise ValueError("params is empty")
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ValueError(f"params must be floating point, got {tensor.dtype}")
+    total = sum(tensor.numel() for tensor in tensors)
+    return torch.empty(total, dtype=torch.float32, device=tensors[0].device), tensors
+
+
+def _check_flat(name: str, tensor: Tensor, numel: int) -> None:
+    if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} must be flat floating point with {numel} elements,"
+            f" not {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+
+
+def _check_buffer(name: str, tensor: Tensor, like: Tensor) -> None:
+    _check_flat(f"buffer {name}", tensor, like.numel())
+    if tensor.dtype != torch.float32 or tensor.device != like.device:
+        raise ValueError(f"buffer {name} must be float32 on {like.device}, not {tensor.dtype} on {tensor.device}")
+
+
+def _chunks(flat: Tensor) -> Iterator[slice]:
+    """Slices of the flat tensor that bound the scratch memory of a pass over it."""
+    size = CPU_CHUNK if flat.device.type == "cpu" else ACCELERATOR_CHUNK
+    return (slice(start, start + size) for start in range(0, flat.numel(), size))
+
+
+def _fp32(piece: Tensor, like: Tensor) -> Tensor:
+    return piece.detach().to(like.device, torch.float32)

@@ -1,0 +1,373 @@
+"""Plain values to and from protobuf bytes: the only file of protocol/ that sees protobuf.
+
+Every `decode_*` takes bytes from a peer, checks each field, and raises MalformedMessage or LimitExceeded and nothing
+else. Every `encode_*` takes our own values and raises LimitExceeded when they are too large to send.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar, cast
+
+from google.protobuf.message import DecodeError, Message
+
+from peerloom.proto import common_pb2, gossip_pb2, peer_pb2, state_pb2
+from peerloom.protocol import checks, limits
+from peerloom.protocol.errors import MalformedMessage
+from peerloom.protocol.handshake import Hello, HelloReply, Prove, RunClaim
+from peerloom.protocol.messages import (
+    Accept,
+    Ack,
+    Chunk,
+    Commit,
+    Decline,
+    DeclineReason,
+    ExchangeMessage,
+    FetchRequest,
+    Hold,
+    Offer,
+    PayloadEnd,
+    StateManifest,
+    StateMessage,
+    StatePiece,
+    Withdraw,
+)
+from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Role, RunId
+
+M = TypeVar("M", bound=Message)
+
+
+def encode_exchange(message: ExchangeMessage | None) -> bytes:
+    """One envelope of Gossip.Exchange; None is the client's End, after which it sends nothing."""
+    return _serialize(_exchange_envelope(message))
+
+
+def decode_exchange(data: bytes) -> ExchangeMessage | None:
+    """The message in an envelope of Gossip.Exchange, None for End."""
+    envelope = _parse(gossip_pb2.ExchangeEnvelope, data)
+    match envelope.WhichOneof("message"):
+        case "offer":
+            return _offer(envelope.offer)
+        case "hold":
+            return Hold()
+        case "accept":
+            return Accept(checks.whole("round", envelope.accept.round))
+        case "decline":
+            reason = checks.one_of("reason to decline", envelope.decline.reason, DeclineReason)
+            detail = checks.text("detail", envelope.decline.detail, limits.MAX_TEXT_CHARS)
+            return Decline(cast(DeclineReason, reason), detail)
+        case "chunk":
+            offset = checks.whole("chunk offset", envelope.chunk.offset, limits.MAX_PAYLOAD_BYTES)
+            return Chunk(offset, checks.bounded("chunk", envelope.chunk.data, limits.CHUNK_BYTES))
+        case "payload_end":
+            return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.DIGEST_BYTES))
+        case "commit":
+            return Commit()
+        case "ack":
+            return Ack()
+        case "withdraw":
+            return Withdraw(checks.text("reason to withdraw", envelope.withdraw.reason, limits.MAX_TEXT_CHARS))
+        case "end":
+            return None
+    raise MalformedMessage("an exchange envelope holds no message known here")
+
+
+def encode_state(message: StateMessage) -> bytes:
+    """One envelope of State.Fetch's answer."""
+    if isinstance(message, StatePiece):
+        limits.check_size("state piece", len(message.data), limits.CHUNK_BYTES)
+        piece = state_pb2.StatePiece(index=message.index, data=message.data)
+        return _serialize(state_pb2.StateEnvelope(piece=piece))
+    limits.check_number_of("pieces", len(message.piece_digests), limits.MAX_PIECES)
+    manifest = state_pb2.StateManifest(
+        snapshot=message.snapshot,
+        round=message.round,
+        step=message.step,
+        layout=message.layout,
+        total_bytes=message.total_bytes,
+        piece_bytes=message.piece_bytes,
+        piece_digests=b"".join(message.piece_digests),
+        held_out_loss=_finite_or_none(message.held_out_loss),
+    )
+    return _serialize(state_pb2.StateEnvelope(manifest=manifest))
+
+
+def decode_state(data: bytes) -> StateMessage:
+    """The message in an envelope of State.Fetch's answer."""
+    envelope = _parse(state_pb2.StateEnvelope, data)
+    match envelope.WhichOneof("message"):
+        case "manifest":
+            return _manifest(envelope.manifest)
+        case "piece":
+            index = checks.whole("piece index", envelope.piece.index, limits.MAX_PIECES - 1)
+            return StatePiece(index, checks.bounded("state piece", envelope.piece.data, limits.CHUNK_BYTES))
+    raise MalformedMessage("a state envelope holds no message known here")
+
+
+def encode_fetch_request(request: FetchRequest) -> bytes:
+    """The request of State.Fetch."""
+    return _serialize(
+        state_pb2.FetchRequest(layout=request.layout, snapshot=request.snapshot, start_piece=request.start_piece)
+    )
+
+
+def decode_fetch_request(data: bytes) -> FetchRequest:
+    """The request of State.Fetch."""
+    request = _parse(state_pb2.FetchRequest, data)
+    return FetchRequest(
+        checks.hex_text("layout digest", request.layout, limits.MAX_DIGEST_CHARS),
+        checks.text("snapshot", request.snapshot, limits.MAX_SNAPSHOT_CHARS),
+        checks.whole("start piece", request.start_piece, limits.MAX_PIECES),
+    )
+
+
+def encode_record(record: PeerRecord) -> bytes:
+    """A peer record; a loss that is not finite is left out, a reason is cut to one line."""
+    return _serialize(_record_message(record))
+
+
+def decode_record(data: bytes) -> PeerRecord:
+    """A peer record; its signature is the caller's business."""
+    return _record(_parse(common_pb2.PeerRecord, data))
+
+
+def encode_status(status: NodeStatus) -> bytes:
+    """The reply of Peer.Status; counters that are not finite are left out."""
+    limits.check_number_of("partners", len(status.partners), limits.MAX_PARTNERS)
+    limits.check_number_of("counters", len(status.counters), limits.MAX_COUNTERS)
+    counters = {name: value for name, value in status.counters.items() if math.isfinite(value)}
+    partners: dict[str, int] = dict(status.partners.items())
+    return _serialize(peer_pb2.NodeStatus(record=_record_message(status.record), partners=partners, counters=counters))
+
+
+def decode_status(data: bytes) -> NodeStatus:
+    """The reply of Peer.Status."""
+    status = _parse(peer_pb2.NodeStatus, data)
+    limits.check_number_of("partners", len(status.partners), limits.MAX_PARTNERS)
+    limits.check_number_of("counters", len(status.counters), limits.MAX_COUNTERS)
+    return NodeStatus(
+        record=_record(status.record),
+        partners={
+            PeerId(checks.peer_id("partner", peer)): checks.whole("exchanges with a partner", count)
+            for peer, count in status.partners.items()
+        },
+        counters={
+            checks.text("counter", name, limits.MAX_METRIC_CHARS, empty=False): checks.finite("counter", value)
+            for name, value in status.counters.items()
+        },
+    )
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """The request of Peer.Hello."""
+    request = peer_pb2.HelloRequest(wall_time=hello.wall_s, challenge=hello.challenge)
+    _put_claim(request, hello.claim)
+    return _serialize(request)
+
+
+def decode_hello(data: bytes) -> Hello:
+    """The request of Peer.Hello."""
+    request = _parse(peer_pb2.HelloRequest, data, limits.MAX_HELLO_BYTES)
+    return Hello(
+        claim=_claim(request),
+        wall_s=checks.wall_time("wall time", request.wall_time),
+        challenge=checks.octets("challenge", request.challenge, limits.CHALLENGE_BYTES),
+    )
+
+
+def encode_hello_reply(reply: HelloReply) -> bytes:
+    """The reply of Peer.Hello."""
+    message = peer_pb2.HelloReply(wall_time=reply.wall_s, nonce=reply.nonce, signature=reply.signature)
+    _put_claim(message, reply.claim)
+    return _serialize(message)
+
+
+def decode_hello_reply(data: bytes) -> HelloReply:
+    """The reply of Peer.Hello."""
+    reply = _parse(peer_pb2.HelloReply, data, limits.MAX_HELLO_BYTES)
+    return HelloReply(
+        claim=_claim(reply),
+        wall_s=checks.wall_time("wall time", reply.wall_time),
+        nonce=checks.bounded("nonce", reply.nonce, limits.MAX_NONCE_BYTES),
+        signature=checks.octets("signature", reply.signature, limits.SIGNATURE_BYTES),
+    )
+
+
+def encode_prove(prove: Prove) -> bytes:
+    """The request of Peer.Prove."""
+    return _serialize(peer_pb2.ProveRequest(peer_id=prove.peer_id, nonce=prove.nonce, signature=prove.signature))
+
+
+def decode_prove(data: bytes) -> Prove:
+    """The request of Peer.Prove."""
+    request = _parse(peer_pb2.ProveRequest, data, limits.MAX_HELLO_BYTES)
+    return Prove(
+        peer_id=PeerId(checks.peer_id("peer id", request.peer_id)),
+        nonce=checks.bounded("nonce", request.nonce, limits.MAX_NONCE_BYTES),
+        signature=checks.octets("signature", request.signature, limits.SIGNATURE_BYTES),
+    )
+
+
+def encode_token(token: bytes) -> bytes:
+    """The reply of Peer.Prove."""
+    return _serialize(peer_pb2.ProveReply(token=token))
+
+
+def decode_token(data: bytes) -> bytes:
+    """The reply of Peer.Prove."""
+    reply = _parse(peer_pb2.ProveReply, data, limits.MAX_HELLO_BYTES)
+    return checks.octets("session token", reply.token, limits.TOKEN_BYTES)
+
+
+def encode_status_request() -> bytes:
+    """The request of Peer.Status."""
+    return _serialize(peer_pb2.StatusRequest())
+
+
+def decode_status_request(data: bytes) -> None:
+    """The request of Peer.Status."""
+    _parse(peer_pb2.StatusRequest, data, limits.MAX_HELLO_BYTES)
+
+
+def _parse(kind: type[M], data: bytes, limit: int = limits.MAX_MESSAGE_BYTES) -> M:
+    limits.check_size(kind.DESCRIPTOR.name, len(data), limit)
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        raise MalformedMessage(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}") from None
+    return message
+
+
+def _serialize(message: Message) -> bytes:
+    data = message.SerializeToString()
+    limits.check_size(message.DESCRIPTOR.name, len(data), limits.MAX_MESSAGE_BYTES)
+    return data
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _exchange_envelope(message: ExchangeMessage | None) -> gossip_pb2.ExchangeEnvelope:
+    envelope = gossip_pb2.ExchangeEnvelope
+    match message:
+        case Chunk(offset, data):
+            limits.check_size("chunk", len(data), limits.CHUNK_BYTES)
+            return envelope(chunk=gossip_pb2.Chunk(offset=offset, data=bytes(data)))
+        case Offer():
+            offer = gossip_pb2.Offer(
+                exchange_id=message.exchange_id,
+                round=message.round,
+                layout=message.layout,
+                encoding=message.encoding,
+                total_bytes=message.total_bytes,
+            )
+            return envelope(offer=offer)
+        case Hold():
+            return envelope(hold=gossip_pb2.Hold())
+        case Accept(round):
+            return envelope(accept=gossip_pb2.Accept(round=round))
+        case Decline(reason, detail):
+            return envelope(decline=gossip_pb2.Decline(reason=reason, detail=checks.shown(detail)))
+        case PayloadEnd(digest):
+            return envelope(payload_end=gossip_pb2.PayloadEnd(digest=digest))
+        case Commit():
+            return envelope(commit=gossip_pb2.Commit())
+        case Ack():
+            return envelope(ack=gossip_pb2.Ack())
+        case Withdraw(text):
+            return envelope(withdraw=gossip_pb2.Withdraw(reason=checks.shown(text)))
+        case None:
+            return envelope(end=gossip_pb2.End())
+
+
+def _offer(offer: gossip_pb2.Offer) -> Offer:
+    return Offer(
+        checks.hex_text("exchange id", offer.exchange_id, limits.EXCHANGE_ID_CHARS, exact=True),
+        checks.whole("round", offer.round),
+        checks.hex_text("layout digest", offer.layout, limits.MAX_DIGEST_CHARS),
+        cast(Encoding, checks.one_of("encoding", offer.encoding, Encoding)),
+        checks.whole("offered bytes", offer.total_bytes, limits.MAX_PAYLOAD_BYTES),
+    )
+
+
+def _manifest(manifest: state_pb2.StateManifest) -> StateManifest:
+    digests, size = manifest.piece_digests, limits.DIGEST_BYTES
+    limits.check_number_of("pieces", len(digests) // size, limits.MAX_PIECES)
+    total = checks.whole("state's bytes", manifest.total_bytes, limits.MAX_PAYLOAD_BYTES)
+    piece_bytes = checks.whole("piece's bytes", manifest.piece_bytes, limits.CHUNK_BYTES)
+    if not piece_bytes or len(digests) != size * limits.pieces_of(total, piece_bytes):
+        raise MalformedMessage(f"{len(digests)} bytes of digests for {total} bytes in pieces of {piece_bytes}")
+    return StateManifest(
+        snapshot=checks.text("snapshot", manifest.snapshot, limits.MAX_SNAPSHOT_CHARS),
+        round=checks.whole("round", manifest.round),
+        step=checks.whole("step", manifest.step),
+        layout=checks.hex_text("layout digest", manifest.layout, limits.MAX_DIGEST_CHARS),
+        total_bytes=total,
+        piece_bytes=piece_bytes,
+        piece_digests=tuple(digests[at : at + size] for at in range(0, len(digests), size)),
+        held_out_loss=_optional_finite("held-out loss", manifest, "held_out_loss"),
+    )
+
+
+def _optional_finite(what: str, message: Message, field: str) -> float | None:
+    return checks.finite(what, getattr(message, field)) if message.HasField(field) else None
+
+
+def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
+    fields = {name: getattr(record, name) for name in PeerRecord.__slots__}
+    fields["reason"] = checks.shown(record.reason)
+    fields["loss"] = _finite_or_none(record.loss)
+    return common_pb2.PeerRecord(**fields)
+
+
+def _record(record: common_pb2.PeerRecord) -> PeerRecord:
+    limits.check_number_of("addresses", len(record.addresses), limits.MAX_ADDRESSES)
+    _check_versions(record)
+    return PeerRecord(
+        peer_id=PeerId(checks.peer_id("peer id", record.peer_id)),
+        name=checks.text("name", record.name, limits.MAX_NAME_CHARS),
+        role=cast(Role, checks.one_of("role", record.role, Role)),
+        addresses=tuple(checks.address(address) for address in record.addresses),
+        cert_der=checks.bounded("certificate", record.cert_der, limits.MAX_CERT_BYTES),
+        version=checks.text("version", record.version, limits.MAX_VERSION_CHARS),
+        protocol_min=record.protocol_min,
+        protocol_max=record.protocol_max,
+        instance=checks.text("instance", record.instance, limits.MAX_INSTANCE_CHARS),
+        started_at=checks.wall_time("started_at", record.started_at),
+        issued_at=checks.wall_time("issued_at", record.issued_at),
+        state=cast(NodeState, checks.one_of("state", record.state, NodeState)),
+        reason=checks.text("reason", record.reason, limits.MAX_TEXT_CHARS),
+        init_digest=checks.hex_text("init digest", record.init_digest, limits.MAX_DIGEST_CHARS),
+        layout_digest=checks.hex_text("layout digest", record.layout_digest, limits.MAX_DIGEST_CHARS),
+        round=checks.whole("round", record.round),
+        step=checks.whole("step", record.step),
+        tokens=checks.whole("tokens", record.tokens),
+        tokens_per_s=checks.finite("tokens per second", record.tokens_per_s),
+        loss=_optional_finite("loss", record, "loss"),
+        up_bytes=checks.whole("bytes up", record.up_bytes),
+        down_bytes=checks.whole("bytes down", record.down_bytes),
+    )
+
+
+def _put_claim(message: peer_pb2.HelloRequest | peer_pb2.HelloReply, claim: RunClaim) -> None:
+    for name in RunClaim.__slots__:
+        setattr(message, name, getattr(claim, name))
+
+
+def _claim(message: peer_pb2.HelloRequest | peer_pb2.HelloReply) -> RunClaim:
+    _check_versions(message)
+    return RunClaim(
+        peer_id=PeerId(checks.peer_id("peer id", message.peer_id)),
+        run_id=RunId(checks.hex_text("run id", message.run_id, limits.RUN_ID_CHARS, exact=True)),
+        spec_hash=checks.hex_text("spec hash", message.spec_hash, limits.MAX_DIGEST_CHARS),
+        version=checks.text("version", message.version, limits.MAX_VERSION_CHARS),
+        protocol_min=message.protocol_min,
+        protocol_max=message.protocol_max,
+    )
+
+
+def _check_versions(message: peer_pb2.HelloRequest | peer_pb2.HelloReply | common_pb2.PeerRecord) -> None:
+    checks.whole("newest protocol version", message.protocol_max, limits.MAX_PROTOCOL)
+    checks.whole("oldest protocol version", message.protocol_min, message.protocol_max)

@@ -1,0 +1,444 @@
+"""GASLoC's exchange: one partner a round, on both sides or on neither (digest, (b) and (f)8).
+
+Two-sided commit. Offering: SendOffer, OfferAccepted, Transfer, PayloadsVerified, SendCommit, AckReceived, FinishRound.
+Accepting: SendAccept and Transfer, then PayloadsVerified and CommitReceived in either order, SendAck, FinishRound.
+What breaks before the commit counts for nobody. What breaks between SendCommit and AckReceived is in doubt: the
+offering side drops the edge, the accepting side may have mixed.
+
+Rendezvous. One offer at a time is *active* (unanswered); an offer the peer holds stands beside it, up to `FANOUT`. An
+offer that meets an active one of ours to a third peer is taken if its sender has the lower rank, else deferred until
+ours is answered. Who defers waits for a peer of lower rank, so chains of deferral end. Offers are parked while we
+train, and what is parked stays through an exchange for the next round; what arrives during an exchange is declined
+"busy", so that its sender looks elsewhere and may come back while we train.
+
+Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
+
+Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0.25 M for an answer, and once engaged
+nobody waits longer than 0.25 M for a byte, the commit or the ack: so M in total, beside the time in which bytes move.
+
+Counters: gossip_committed, gossip_alone (rounds); gossip_stale_round (committed with a partner in another round);
+gossip_broken, gossip_in_doubt (engaged exchanges); gossip_offer_lost, gossip_unanswered, gossip_declined_<reason>
+(our offers); gossip_refused_<reason> (peers' offers); gossip_late_event.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Literal, NoReturn
+
+from peerloom.protocol import effects as do
+from peerloom.protocol import events as ev
+from peerloom.protocol.errors import InvalidTransition
+from peerloom.protocol.gossip_parts import Book, Engaged, Outbox, Parked, Sent, misfit
+from peerloom.protocol.messages import DeclineReason, ExchangeId, Offer
+from peerloom.protocol.pairing import pairing_of, rank
+from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.types import PeerId
+
+FANOUT = 3  # our offers that peers may hold at once
+MAX_PARKED = 8  # peers' offers we keep at once
+HISTORY = 20  # (event, state) pairs carried by InvalidTransition
+SEEK_SHARE, STALL_SHARE = 0.75, 0.25  # of match_timeout_s
+RETRY_SHARE = 0.02  # of match_timeout_s: first pause after every candidate declined; doubles three times
+
+State = Literal["training", "seeking", "exchanging"]
+ExchangeEvent = (
+    ev.OfferHeld
+    | ev.OfferAccepted
+    | ev.OfferDeclined
+    | ev.PayloadsVerified
+    | ev.CommitReceived
+    | ev.AckReceived
+    | ev.ExchangeBroken
+)
+_RETRYABLE: frozenset[DeclineReason] = frozenset({"busy", "crossed", "partner"})
+
+
+class GossipMachine:
+    """Decides one node's exchanges: `handle(event, now)` returns what to do, in order.
+
+    `layout` is the model's layout digest, `payload_bytes` the size of one encoded proposal. An exchange id means one
+    stream: the driver must not let a new stream take the id of one that `is_open()`.
+    """
+
+    def __init__(
+        self,
+        self_id: PeerId,
+        spec: GaslocSpec,
+        run_seed: int,
+        rng: random.Random,
+        layout: str,
+        payload_bytes: int,
+    ) -> None:
+        self._self_id, self._spec, self._seed, self._rng = self_id, spec, run_seed, rng
+        self._layout, self._payload_bytes = layout, payload_bytes
+        self._stall_s = STALL_SHARE * spec.match_timeout_s
+        self._state: State = "training"
+        self._round, self._open, self._draining = 0, False, False
+        self._pairing = pairing_of(spec, self_id, run_seed)
+        self._book = Book()
+        self._busy: set[PeerId] = set()  # declined for now: asked again after a pause
+        self._excluded: set[PeerId] = set()  # not asked again this round
+        self._shunned: set[PeerId] = set()  # at fault: not listened to this round either
+        self._retries = 0
+        self._history: deque[tuple[ev.Event, State]] = deque(maxlen=HISTORY)
+        self._now = 0.0
+        self._out = Outbox()
+
+    @property
+    def state(self) -> State:
+        """What this node is doing."""
+        return self._state
+
+    @property
+    def round(self) -> int:
+        """The round trained or exchanged, or last finished."""
+        return self._round
+
+    @property
+    def partner(self) -> PeerId | None:
+        """The peer at the other end of the exchange under way."""
+        return self._book.engaged.peer if self._book.engaged else None
+
+    @property
+    def reason(self) -> str:
+        """Why this node is not training: one sentence, "" when it is."""
+        if self._state == "training":
+            return ""
+        if self._busy and not self._book.sent and not self._book.engaged:
+            return "every peer asked is busy; asking again soon"
+        return self._book.waits_for() or "waiting for the scheduled partner's offer"
+
+    def is_open(self, exchange_id: ExchangeId) -> bool:
+        """Whether the exchange is one this machine still waits on."""
+        return self._book.is_open(exchange_id)
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Effect]:
+        """Takes one event; raises InvalidTransition when this node's own side broke the order of events."""
+        self._history.append((event, self._state))
+        self._now = now
+        match event:
+            case ev.PeersChanged():
+                self._on_peers(event)
+            case ev.RoundStarted():
+                self._on_round(event)
+            case ev.ProposalReady():
+                self._on_proposal(event)
+            case ev.OfferReceived():
+                self._on_offer(event.peer, event.offer)
+            case ev.TimerFired():
+                self._on_timer(event.name)
+            case ev.DrainStarted():
+                self._on_drain()
+            case _:
+                self._on_exchange(event)
+        return self._out.take()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the machine's parts contradict each other; for tests."""
+        state, timers, book = self._state, self._out.timers, self._book
+        book.check_invariants(FANOUT, MAX_PARKED)
+        assert (book.engaged is not None) == (state == "exchanging"), "engaged exactly while exchanging"
+        assert not book.sent or state == "seeking", "offers of ours stand only while seeking"
+        assert ("offer" in timers) == (book.active is not None), "an active offer has its timer"
+        assert not (self._draining and (book.parked or state == "seeking")), "no new exchange while draining"
+        assert self._open or state == "training", "a round is open until finished"
+        assert state != "training" or not timers, "no timer while training"
+        assert state != "seeking" or "seek" in timers, "seeking has an end"
+        waits = bool(book.sent) or "retry" in timers or self._pairing.awaits(self._round, self._excluded)
+        assert state != "seeking" or waits, "seeking waits for something"
+
+    # --- rounds
+
+    def _on_round(self, event: ev.RoundStarted) -> None:
+        if self._state != "training":
+            self._invalid("the round before has not been finished or abandoned")
+        self._round, self._open = event.round, True
+
+    def _on_proposal(self, event: ev.ProposalReady) -> None:
+        if self._state != "training" or not self._open or event.round != self._round:
+            self._invalid(f"round {self._round} is {'open' if self._open else 'not open'}")
+        if self._draining:
+            return self._finish_alone("this node is stopping")
+        self._state = "seeking"
+        self._advance()
+        if self._open:
+            self._out.set_timer("seek", self._now + SEEK_SHARE * self._spec.match_timeout_s)
+
+    def _on_drain(self) -> None:
+        self._draining = True
+        for parked in list(self._book.parked.values()):
+            self._refuse(parked.exchange_id, "draining")
+        if self._state == "seeking":
+            self._finish_alone("this node is stopping")
+
+    def _on_peers(self, event: ev.PeersChanged) -> None:
+        self._pairing.view = {seen.peer: seen for seen in event.peers if seen.peer != self._self_id}
+        for parked in [p for p in self._book.parked.values() if p.peer not in self._pairing.view]:
+            self._refuse(parked.exchange_id, "refused")
+        if self._state == "seeking":
+            targets = self._pairing.targets(self._round)
+            for sent in [s for s in self._book.sent.values() if s.peer not in targets]:
+                self._withdraw(sent, "no longer a candidate")
+            self._advance()
+
+    def _finish_with(self, engaged: Engaged) -> None:
+        self._out.count("gossip_committed")
+        if engaged.partner_round != self._round:
+            self._out.count("gossip_stale_round")
+        self._leave_round("")
+        self._out.add(do.FinishRound(self._round, engaged.peer, engaged.partner_round, ""))
+
+    def _finish_alone(self, reason: str) -> None:
+        self._out.count("gossip_alone")
+        self._leave_round("finished the round alone")
+        self._out.add(do.FinishRound(self._round, None, self._round, reason))
+
+    def _leave_round(self, reason: str) -> None:
+        """Back to training: no offer of ours stands, what was deferred is held for the next round, no timer runs."""
+        self._state, self._open, self._book.engaged = "training", False, None
+        for sent in list(self._book.sent.values()):
+            self._withdraw(sent, reason)
+        for parked in self._book.deferred():
+            parked.held = True
+            self._out.add(do.SendHold(parked.exchange_id))
+        self._out.cancel_all()
+        self._busy.clear()
+        self._excluded.clear()
+        self._shunned.clear()
+        self._retries = 0
+
+    # --- seeking
+
+    def _advance(self) -> None:
+        """While seeking with no active offer: accept what is parked, else offer, else wait, else go on alone."""
+        if self._book.active is not None:
+            return
+        if (parked := self._take_parked()) is not None:
+            return self._accept(parked.exchange_id, parked.peer, parked.round)
+        room = len(self._book.sent) < FANOUT
+        taken = self._book.asked() | self._busy | self._excluded
+        if room and (fresh := [peer for peer in self._pairing.targets(self._round) if peer not in taken]):
+            return self._offer(self._rng.choice(fresh))
+        if room and self._busy:
+            if "retry" not in self._out.timers:
+                pause = RETRY_SHARE * self._spec.match_timeout_s * 2 ** min(self._retries, 3)
+                self._out.set_timer("retry", self._now + pause * (0.5 + self._rng.random()))
+        elif not self._book.sent and not self._pairing.awaits(self._round, self._excluded):
+            self._finish_alone(self._pairing.why_alone(self._round))
+
+    def _precedes(self, peer: PeerId) -> bool:
+        return rank(self._seed, self._self_id) < rank(self._seed, peer)
+
+    def _offer(self, peer: PeerId) -> None:
+        exchange_id = self._rng.randbytes(16).hex()
+        self._book.sent[exchange_id] = Sent(exchange_id, peer)
+        self._out.add(do.SendOffer(exchange_id, peer, self._round))
+        self._out.set_timer("offer", self._now + self._stall_s)
+
+    def _withdraw(self, sent: Sent, reason: str) -> None:
+        self._forget(sent)
+        self._out.add(do.SendWithdraw(sent.exchange_id, reason))
+
+    def _forget(self, sent: Sent) -> None:
+        del self._book.sent[sent.exchange_id]
+        if not sent.held:
+            self._out.cancel_timer("offer")
+
+    # --- peers' offers
+
+    def _on_offer(self, peer: PeerId, offer: Offer) -> None:
+        if self.is_open(offer.exchange_id):
+            # no decline: it would end the stream that has the id
+            self._out.add(do.ScorePeer(peer, "duplicate_exchange"))
+            return self._out.count("gossip_refused_duplicate")
+        mismatch = misfit(offer, self._layout, self._spec.encoding, self._payload_bytes)
+        if mismatch and not self._draining:
+            return self._refuse(offer.exchange_id, "incompatible", mismatch)
+        refusal = self._refusal(peer, offer.round)
+        if refusal is not None:
+            return self._refuse(offer.exchange_id, refusal)
+        if self._state == "training" or not self._pairing.due(offer.round, self._round):
+            return self._park(peer, offer, held=True)
+        if self._state == "exchanging":
+            return self._refuse(offer.exchange_id, "busy")
+        active = self._book.active
+        if active is None or not self._precedes(peer):
+            return self._accept(offer.exchange_id, peer, offer.round)
+        if active.peer == peer:
+            return self._refuse(offer.exchange_id, "crossed")
+        self._park(peer, offer, held=False)
+
+    def _refusal(self, peer: PeerId, round: int) -> DeclineReason | None:
+        """Why an offer of this peer and round cannot be taken, now or later."""
+        if self._draining:
+            return "draining"
+        if peer not in self._pairing.view or peer in self._shunned:
+            return "refused"
+        return self._pairing.refusal(peer, round, self._round, self._open)
+
+    def _park(self, peer: PeerId, offer: Offer, *, held: bool) -> None:
+        if len(self._book.parked) >= MAX_PARKED or self._book.has_parked(peer):
+            return self._refuse(offer.exchange_id, "busy")
+        self._book.parked[offer.exchange_id] = Parked(offer.exchange_id, peer, offer.round, held)
+        if held:
+            self._out.add(do.SendHold(offer.exchange_id))
+
+    def _take_parked(self) -> Parked | None:
+        """The oldest parked offer that can be taken in this round; those that never can be are declined on the way."""
+        for parked in list(self._book.parked.values()):
+            refusal = self._refusal(parked.peer, parked.round)
+            if refusal is not None:
+                self._refuse(parked.exchange_id, refusal)
+            elif self._pairing.due(parked.round, self._round):
+                return self._book.parked.pop(parked.exchange_id)
+        return None
+
+    def _refuse(self, exchange_id: ExchangeId, reason: DeclineReason, detail: str = "") -> None:
+        self._book.parked.pop(exchange_id, None)
+        self._out.count(f"gossip_refused_{reason}")
+        self._out.add(do.SendDecline(exchange_id, reason, detail))
+
+    def _accept(self, exchange_id: ExchangeId, peer: PeerId, round: int) -> None:
+        self._out.add(do.SendAccept(exchange_id, self._round))
+        self._engage(Engaged(exchange_id, peer, round, offering=False))
+
+    # --- the exchange
+
+    def _engage(self, engaged: Engaged) -> None:
+        self._state, self._book.engaged = "exchanging", engaged
+        self._out.add(do.Transfer(engaged.exchange_id, self._stall_s))
+        for sent in list(self._book.sent.values()):
+            self._withdraw(sent, "engaged with another peer" if sent.peer != engaged.peer else "crossed")
+        for parked in self._book.deferred():
+            self._refuse(parked.exchange_id, "busy")
+        self._out.cancel_timer("retry")
+
+    def _on_exchange(self, event: ExchangeEvent) -> None:
+        """Sorts an event by what its exchange is to us; one we have left behind is late, not wrong."""
+        match self._book.find(event.exchange_id):
+            case Engaged() as engaged:
+                self._on_engaged(engaged, event)
+            case Sent() as sent:
+                self._on_sent(sent, event)
+            case Parked() as parked:
+                self._on_parked(parked, event)
+            case None:
+                self._out.count("gossip_late_event")
+
+    def _on_sent(self, sent: Sent, event: ev.Event) -> None:
+        match event:
+            case ev.OfferHeld() if not sent.held:
+                sent.held = True
+                self._out.cancel_timer("offer")
+            case ev.OfferAccepted() if self._round_fits(event.round):
+                self._forget(sent)
+                return self._engage(Engaged(sent.exchange_id, sent.peer, event.round, offering=True))
+            case ev.OfferDeclined():
+                self._forget(sent)
+                self._out.count(f"gossip_declined_{event.reason}")
+                (self._busy if event.reason in _RETRYABLE else self._excluded).add(sent.peer)
+            case ev.ExchangeBroken():
+                self._forget(sent)
+                self._out.count("gossip_offer_lost")
+                self._exclude(sent.peer, "bad_exchange" if event.at_fault else "")
+            case ev.PayloadsVerified():
+                self._invalid("no transfer was asked for in this exchange")
+            case _:
+                self._withdraw(sent, "a message out of order")
+                self._out.count("gossip_offer_lost")
+                self._exclude(sent.peer, "out_of_order")
+        self._advance()
+
+    def _round_fits(self, round: int) -> bool:
+        most = self._spec.max_round_skew if self._spec.pairing == "rendezvous" else 0
+        return abs(round - self._round) <= most
+
+    def _on_parked(self, parked: Parked, event: ev.Event) -> None:
+        if isinstance(event, ev.PayloadsVerified):
+            self._invalid("no transfer was asked for in this exchange")
+        del self._book.parked[parked.exchange_id]
+        if not isinstance(event, ev.ExchangeBroken):
+            self._out.add(do.SendWithdraw(parked.exchange_id, "a message out of order"))
+            self._exclude(parked.peer, "out_of_order")
+        elif event.at_fault:
+            self._exclude(parked.peer, "bad_exchange")
+
+    def _on_engaged(self, engaged: Engaged, event: ev.Event) -> None:
+        match event:
+            case ev.PayloadsVerified():
+                if engaged.verified:
+                    self._invalid("the payloads were verified before")
+                self._on_verified(engaged)
+            case ev.CommitReceived() if not engaged.offering and not engaged.commit:
+                engaged.commit = True
+                if engaged.verified:
+                    self._acknowledge(engaged)
+            case ev.AckReceived() if engaged.in_doubt:
+                self._finish_with(engaged)
+            case ev.ExchangeBroken():
+                self._break(engaged, event.reason, "bad_exchange" if event.at_fault else "")
+            case _:
+                self._out.add(do.SendWithdraw(engaged.exchange_id, "a message out of order"))
+                self._break(engaged, "it sent a message out of order", "out_of_order")
+
+    def _on_verified(self, engaged: Engaged) -> None:
+        engaged.verified = True
+        if not engaged.offering and engaged.commit:
+            return self._acknowledge(engaged)
+        if engaged.offering:
+            engaged.commit = True
+            self._out.add(do.SendCommit(engaged.exchange_id))
+        self._out.set_timer("commit", self._now + self._stall_s)
+
+    def _acknowledge(self, engaged: Engaged) -> None:
+        self._out.add(do.SendAck(engaged.exchange_id))
+        self._finish_with(engaged)
+
+    def _break(self, engaged: Engaged, reason: str, fault: str = "") -> None:
+        """The exchange is over without an edge here: seek again while there is time, unless it is in doubt."""
+        self._book.engaged = None
+        self._out.cancel_timer("commit")
+        self._exclude(engaged.peer, fault)
+        if engaged.in_doubt:
+            self._out.count("gossip_in_doubt")
+            return self._finish_alone(f"the exchange with {engaged.peer} broke after this side committed: {reason}")
+        self._out.count("gossip_broken")
+        if self._draining or "seek" not in self._out.timers:
+            return self._finish_alone(f"the exchange with {engaged.peer} broke: {reason}")
+        self._state = "seeking"
+        self._advance()
+
+    def _exclude(self, peer: PeerId, fault: str = "") -> None:
+        self._excluded.add(peer)
+        if fault:
+            self._shunned.add(peer)
+            self._out.add(do.ScorePeer(peer, fault))
+
+    # --- timers, counters, errors
+
+    def _on_timer(self, name: str) -> None:
+        if not self._out.timer_due(name, self._now):
+            return self._out.count("gossip_late_event")  # cancelled or replaced while it was on its way
+        if name == "seek" and self._state == "seeking":
+            self._finish_alone(f"no partner within {SEEK_SHARE * self._spec.match_timeout_s:g} s")
+        elif name == "offer" and (active := self._book.active) is not None:
+            self._withdraw(active, "no answer")
+            self._out.count("gossip_unanswered")
+            self._excluded.add(active.peer)
+            self._out.add(do.ScorePeer(active.peer, "unanswered"))
+            self._advance()
+        elif name == "retry":
+            self._busy.clear()
+            self._retries += 1
+            self._advance()
+        elif name == "commit" and (engaged := self._book.engaged) is not None:
+            awaited = "acknowledgement" if engaged.offering else "commit"
+            self._out.add(do.SendWithdraw(engaged.exchange_id, f"no {awaited} within {self._stall_s:g} s"))
+            self._break(engaged, f"no {awaited} within {self._stall_s:g} s")
+
+    def _invalid(self, why: str) -> NoReturn:
+        story = "; ".join(f"{event} in {state}" for event, state in self._history)
+        event = self._history[-1][0]
+        raise InvalidTransition(f"{event} is not allowed in state {self._state}: {why}. History: {story}")

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peerloom.node.identity import Identity
+from peerloom.node.specs import MAX_SPEC_BYTES, TEMPLATE, embedded_spec, load_spec, sign_spec, verify_spec
+from peerloom.protocol.errors import (
+    AuthenticationError,
+    ConfigError,
+    LimitExceeded,
+    MalformedMessage,
+    ProtocolError,
+    SpecError,
+)
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import SignedSpec
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_embedded_spec_checks_and_reads_text_every_machine_has() -> None:
+    spec = embedded_spec()
+    assert (spec.data.source, spec.data.tokenizer, spec.model.path) == ("stdlib", "bytes", "")
+
+
+def test_the_template_is_the_defaults_and_comments_every_key() -> None:
+    assert RunSpec.from_toml(TEMPLATE) == RunSpec()
+    assert tomllib.loads(TEMPLATE) == tomllib.loads(RunSpec().canonical())
+    lines = TEMPLATE.splitlines()
+    assert all(lines[i - 1].startswith("#") for i, line in enumerate(lines) if " = " in line and line[0] != "#")
+
+
+def test_the_example_in_deploy_is_the_template() -> None:
+    assert (ROOT / "deploy/run.example.toml").read_text() == TEMPLATE, "write peerloom.node.specs.TEMPLATE to it"
+
+
+def test_a_file_is_read_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbfseed = 5\r\n")
+    assert load_spec(file) == RunSpec(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (None, "cannot read the run spec"),
+        (b"\x80\x02\x00", "is not UTF-8 text (byte 0)"),
+        (b"#" * (MAX_SPEC_BYTES + 1), f"is larger than {MAX_SPEC_BYTES} bytes"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, data: bytes | None, sentence: str) -> None:
+    file = tmp_path / "run.toml"
+    if data is not None:
+        file.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        load_spec(file)
+    assert str(file) in str(caught.value) and sentence in str(caught.value)
+
+
+def test_a_folder_is_no_spec(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the run spec"):
+        load_spec(tmp_path)
+
+
+def test_every_problem_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("seed = -1\n[gasloc]\netta = 1\n")
+    with pytest.raises(SpecError) as caught:
+        load_spec(file)
+    assert [p.partition(": ")[0] for p in caught.value.problems] == [str(file), str(file)]
+    assert "line 3: gasloc.etta = 1: no such key; the closest known one is gasloc.eta" in caught.value.problems[1]
+
+
+def test_a_signed_spec_comes_back() -> None:
+    owner = Identity.generate()
+    spec = RunSpec(name="mine", seed=9)
+    signed = sign_spec(spec, owner)
+    assert verify_spec(signed) == spec and signed.owner == owner.peer_id
+
+
+def signed_text(text: str) -> SignedSpec:
+    owner = Identity.generate()
+    return SignedSpec(text=text, owner=owner.peer_id, signature=owner.sign(b"peerloom-spec-v1\0" + text.encode()))
+
+
+def forged() -> list[tuple[SignedSpec, type[ProtocolError]]]:
+    good = sign_spec(RunSpec(), Identity.generate())
+    other = Identity.generate()
+    return [
+        (replace(good, text=good.text.replace("seed = 1", "seed = 2")), AuthenticationError),
+        (replace(good, owner=other.peer_id), AuthenticationError),
+        (replace(good, signature=b""), AuthenticationError),
+        (replace(good, signature=other.sign(good.text.encode())), AuthenticationError),
+        (replace(good, owner="not a peer id"), AuthenticationError),  # type: ignore[arg-type]
+        (replace(good, text=good.text + "#" * 20_000), LimitExceeded),
+        (replace(good, text="\ud800"), MalformedMessage),
+        (signed_text("seed = 1\n"), MalformedMessage),
+        (signed_text(good.text + "# more\n"), MalformedMessage),
+        (signed_text(good.text.replace("seed = 1", "seed = -1")), MalformedMessage),
+        (signed_text("\x00"), MalformedMessage),
+    ]
+
+
+@pytest.mark.parametrize(("signed", "error"), forged())
+def test_a_forged_or_malformed_spec_is_refused(signed: SignedSpec, error: type[ProtocolError]) -> None:
+    with pytest.raises(error) as caught:
+        verify_spec(signed)
+    assert type(caught.value) is error and len(str(caught.value)) < 1000

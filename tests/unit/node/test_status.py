@@ -1,0 +1,183 @@
+"""The swarm as a user sees it: rows, totals, health, JSON and the table."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from peerloom.node.failures import DEGRADED, EMPTY, OK
+from peerloom.node.status import LastHeard, health_of, render, rows_of, short, to_json, totals_of
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
+
+NOW = 1_700_000_000.0
+
+
+def status(name: str, *, age_s: float = 1.0, partners: dict[str, int] | None = None, **fields: Any) -> NodeStatus:
+    record = PeerRecord(
+        peer_id=PeerId("12D3KooW" + name),
+        name=name,
+        cert_der=b"",
+        version="0.1.0",
+        addresses=("127.0.0.1:1",),
+        started_at=NOW - 100,
+        issued_at=NOW - age_s,
+        **{"role": "trainer", "instance": "a", "state": "training", **fields},
+    )
+    return NodeStatus(record=record, partners={PeerId(peer): count for peer, count in (partners or {}).items()})
+
+
+def test_trainers_come_first_then_names() -> None:
+    rows = rows_of([status("seed", role="bootstrap", state="serving"), status("b"), status("a")], NOW)
+    assert [row.name for row in rows] == ["a", "b", "seed"]
+
+
+@pytest.mark.parametrize(("age_s", "silent_s"), [(0.0, None), (15.0, None), (15.5, 15.5), (-2.0, None)])
+def test_a_node_is_silent_once_its_record_is_older_than_a_renewal(age_s: float, silent_s: float | None) -> None:
+    (row,) = rows_of([status("a", age_s=age_s)], NOW)
+    assert (row.silent_s, row.heartbeat_age_s) == (silent_s, max(0.0, age_s))
+
+
+def test_totals_leave_out_the_silent_where_they_say_nothing_of_now() -> None:
+    rows = rows_of(
+        [
+            status("a", loss=2.0, tokens=10, tokens_per_s=5.0),
+            status("b", loss=2.25, tokens=20, tokens_per_s=6.0, state="done"),
+            status("c", loss=9.0, tokens=40, tokens_per_s=7.0, age_s=20),
+            status("seed", role="bootstrap", state="serving"),
+        ],
+        NOW,
+    )
+    totals = totals_of(rows)
+    assert (totals.nodes, totals.trainers, totals.training, totals.silent) == (4, 3, 2, 1)
+    assert (totals.tokens, totals.tokens_per_s) == (70, 11.0)
+    assert (totals.loss_min, totals.loss_max, totals.loss_spread) == (2.0, 2.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "health"),
+    [
+        ([], EMPTY),
+        ([status("seed", role="bootstrap", state="serving")], EMPTY),
+        ([status("a"), status("b", state="done"), status("c", state="exchanging"), status("d", state="seeking")], OK),
+        ([status("a"), status("seed", role="bootstrap", state="serving")], OK),
+        ([status("a"), status("b", state="fetching")], DEGRADED),
+        ([status("a"), status("b", age_s=16)], DEGRADED),
+        ([status("a", age_s=16)], DEGRADED),
+        ([status("a"), status("seed", role="bootstrap", state="serving", age_s=16)], DEGRADED),
+    ],
+)
+def test_health(statuses: list[NodeStatus], health: int) -> None:
+    assert health_of(rows_of(statuses, NOW)) == health
+
+
+def test_a_node_that_is_gone_stays_listed() -> None:
+    heard = LastHeard()
+    heard.observe([status("a"), status("b", round=7)])
+    (row,) = [row for row in rows_of(heard.observe([status("a", age_s=-60)]), NOW + 60) if row.name == "b"]
+    assert (row.silent_s, row.round) == (61.0, 7)
+
+
+@pytest.mark.parametrize("state", ["draining", "done"])
+def test_a_node_that_said_goodbye_is_forgotten(state: str) -> None:
+    heard = LastHeard()
+    heard.observe([status("a"), status("b", state=state)])
+    assert [each.record.name for each in heard.observe([status("a")])] == ["a"]
+
+
+def test_an_old_record_does_not_hide_a_fresher_answer() -> None:
+    heard = LastHeard()
+    heard.observe([status("a", age_s=1, round=9)])
+    (kept,) = heard.observe([status("a", age_s=8, round=5)])
+    assert kept.record.round == 9
+
+
+def test_a_record_keeps_the_partners_an_answer_told() -> None:
+    heard = LastHeard()
+    heard.observe([status("a", age_s=5, partners={"x": 2})])
+    (kept,) = heard.observe([status("a", age_s=1, round=3)])
+    assert (kept.record.round, kept.partners) == (3, {"x": 2})
+
+
+def test_a_restarted_node_starts_anew() -> None:
+    heard = LastHeard()
+    heard.observe([status("a", round=9, partners={"x": 2})])
+    (kept,) = heard.observe([status("a", round=1, instance="b", age_s=3)])
+    assert (kept.record.round, kept.partners) == (1, {})
+
+
+def test_json_is_the_documented_schema() -> None:
+    spec = RunSpec()
+    rows = rows_of([status("a", loss=2.5, round=3, step=60, tokens=100, partners={"x": 2, "y": 0})], NOW)
+    assert json.loads(json.dumps(to_json(spec, spec.run_id, rows, NOW))) == {
+        "schema": 1,
+        "at": NOW,
+        "health": "healthy",
+        "run": {"id": spec.run_id, "name": "stdlib-llama", "method": "gasloc"},
+        "totals": {
+            "nodes": 1,
+            "trainers": 1,
+            "training": 1,
+            "silent": 0,
+            "tokens_per_s": 0,
+            "tokens": 100,
+            "loss_min": 2.5,
+            "loss_max": 2.5,
+            "loss_spread": 0.0,
+        },
+        "nodes": [
+            {
+                "peer_id": "12D3KooWa",
+                "name": "a",
+                "role": "trainer",
+                "state": "training",
+                "reason": "",
+                "silent_s": None,
+                "heartbeat_age_s": 1.0,
+                "round": 3,
+                "step": 60,
+                "loss": 2.5,
+                "tokens": 100,
+                "tokens_per_s": 0.0,
+                "up_bytes": 0,
+                "down_bytes": 0,
+                "partners": {"x": 2},
+                "addresses": ["127.0.0.1:1"],
+                "version": "0.1.0",
+                "started_at": NOW - 100,
+            }
+        ],
+    }
+
+
+def test_the_table_is_whole_at_80_columns() -> None:
+    spec = RunSpec()
+    rows = rows_of(
+        [
+            status("a-rather-long-name-for-a-node", round=123456, loss=10.123, tokens_per_s=123456,
+                   up_bytes=9 * 10**11, down_bytes=9 * 10**11, partners={str(i): 1 for i in range(120)}),
+            status("b", age_s=100, reason="the model is being fetched"),
+            status("c", state="restarting", reason="the training process died"),
+        ],
+        NOW,
+    )
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(render(spec, spec.run_id, rows))
+    text = out.getvalue()
+    for part in ("123456", "10.123", "123k", "900G", "120", "silent 100 s", "restarting", "partners", "100 s"):
+        assert part in text, f"{part} is cut from\n{text}"
+    assert "b: silent for 100 s, last heard training (the model is being fetched)" in text
+    assert "c: restarting: the training process died" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0k"), (9960, "10k"), (999_600, "1.0M"), (2.5e9, "2.5G"), (3e15, "3P")],
+)
+def test_short(amount: float, text: str) -> None:
+    assert short(amount) == text
