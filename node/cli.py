@@ -23,7 +23,7 @@ run_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Write
 app.add_typer(run_app, name="run")
 
 Invites = Annotated[
-    list[str] | None, typer.Argument(metavar="[INVITE]...", help="Where to join: /ip4/.../tcp/.../p2p/...")
+    list[str] | None, typer.Argument(metavar="INVITE", help="Where to join: /ip4/.../tcp/.../p2p/...")
 ]
 RunFile = Annotated[
     Path | None, typer.Option("--run", metavar="RUN.TOML", help="The run; by default the swarm's, or the embedded one.")
@@ -41,7 +41,7 @@ def demo(
     """Run a real swarm of local processes and watch it learn."""
     from peerloom.node.cli_demo import demo
 
-    flags.config(quiet=True)
+    Flags(flags.given, flags.verbose, debug=False).config(quiet=True)  # what the nodes log is in their folder
     return demo(nodes=nodes, seconds=minutes * 60, method=method, json_file=json, keep=flags.debug)
 
 

@@ -56,7 +56,7 @@ async def _run(plan: DemoPlan, console: Console) -> DemoOutcome:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
     try:
-        with _Screen(embedded_spec(), plan, console) as screen:
+        with _Screen(embedded_spec(), plan, console, interrupted) as screen:
             return await run_demo(plan, _observer(plan.folder), screen.show, interrupted)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -79,8 +79,9 @@ def _observer(folder: Path) -> Watch:
 class _Screen:
     """A live table with a countdown; where there is no terminal, a line now and then."""
 
-    def __init__(self, spec: RunSpec, plan: DemoPlan, console: Console) -> None:
+    def __init__(self, spec: RunSpec, plan: DemoPlan, console: Console, interrupted: asyncio.Event) -> None:
         self._spec = spec
+        self._interrupted = interrupted
         self._ends_at = time.monotonic() + plan.seconds
         self._console = console
         self._statuses: list[NodeStatus] = []
@@ -106,15 +107,17 @@ class _Screen:
         now = time.monotonic()
         if self._live is None and now >= self._said_at + LINE_EVERY_S:
             self._said_at = now
-            self._console.print(f"{self._left()}: {summary(totals_of(rows_of(statuses, time.time())))}", soft_wrap=True)
+            self._console.print(f"{self._left()}; {summary(totals_of(rows_of(statuses, time.time())))}", soft_wrap=True)
 
     def _render(self) -> Group:
         rows = rows_of(self._statuses, time.time())
-        return Group(render(self._spec, self._spec.run_id, rows), Text(f"{self._left()}, Ctrl-C ends it", "dim"))
+        return Group(render(self._spec, self._spec.run_id, rows), Text(self._left(), "dim"))
 
     def _left(self) -> str:
         left_s = max(0.0, self._ends_at - time.monotonic())
-        return f"{int(left_s // 60)}:{int(left_s % 60):02d} left"
+        if self._interrupted.is_set() or not left_s:
+            return "stopping the nodes"
+        return f"{int(left_s // 60)}:{int(left_s % 60):02d} left, Ctrl-C ends it"
 
 
 def _report(outcome: DemoOutcome, console: Console) -> None:

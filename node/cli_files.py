@@ -47,8 +47,11 @@ def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool) ->
     spec = load_spec(run_dir / "run.toml")
     from peerloom.node.export import export as write
 
-    write(run_dir, spec, out, force=force)
-    print(f"wrote {out}; open it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    written = write(run_dir, spec, out, force=force)
+    for note in written.notes:
+        print(f"peer: {note}", file=sys.stderr)
+    opener = f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    print(f"wrote round {written.round} to {out}; open it with {opener}")
 
 
 def _only_run(folders: Folders) -> Path:

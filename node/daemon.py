@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from peerloom.node import logs
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.context import Context, NodeSettings
@@ -29,7 +30,7 @@ from peerloom.node.specs import sign_spec, verify_spec
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
 from peerloom.node.worker.port import WorkerProcess
-from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, PeerloomError, RunMismatch
+from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError, RunMismatch
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, Role, RunId, SignedSpec
@@ -97,11 +98,13 @@ async def run_node(
             workers.launch()
         stack.push_async_callback(workers.stop)
         phases.mark("identity")
+        _refuse_own_invite(identity, seeds)
         discovery = await _discover(config, identity, seeds, clock, stack)
         phases.mark("DHT")
         signed = await _agree_on_run(discovery, identity, seeds, spec)
         run_spec = verify_spec(signed)
         discovery.join_run(run_spec.run_id)
+        log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
         phases.mark("run spec")
         run_dir = ensure_writable(folders.run_dir(run_spec.run_id))
         ensure_writable(folders.cache)
@@ -153,7 +156,9 @@ async def run_node(
             progress=_progress(facts, on_status),
         )
         node = Node(context, discovery, workers if role == "trainer" else None)
-        _tell_changes(facts, view, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases)))
+        _tell_changes(
+            facts, log_context, view, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases))
+        )
         _drain_on_signals(node, stack)
         await _run_while_discoverable(node, discovery)
     return 0
@@ -176,6 +181,13 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
         await asyncio.gather(running, closed, return_exceptions=True)
 
 
+def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:
+    if seeds and all(seed.peer_id == identity.peer_id for seed in seeds):
+        raise InviteError(
+            "the invite is this node's own: nobody is there to join; start the node without it, or use another --home"
+        )
+
+
 async def _discover(
     config: NodeConfig, identity: Identity, seeds: list[Invite], clock: SystemClock, stack: AsyncExitStack
 ) -> DhtDiscovery:
@@ -189,6 +201,7 @@ async def _discover(
         clock=clock,
     )
     stack.push_async_callback(discovery.stop)
+    logs.quiet_libraries()  # hivemind is imported by now
     return discovery
 
 
@@ -250,12 +263,17 @@ def _progress(facts: Facts, on_status: Callable[[NodeStatus], None]) -> Callable
 
 
 def _tell_changes(
-    facts: Facts, view: SwarmView, on_status: Callable[[NodeStatus], None], on_ready: Callable[[], None]
+    facts: Facts,
+    log_context: logs.LogContext,
+    view: SwarmView,
+    on_status: Callable[[NodeStatus], None],
+    on_ready: Callable[[], None],
 ) -> None:
     """Passes every change on; `on_ready` once, when the node trains or serves for the first time."""
     pending = [on_ready]
 
     def changed() -> None:
+        log_context.round = facts.round if facts.role == "trainer" else None
         view.tell()
         on_status(facts.status())
         if pending and facts.state in ("seeking", "serving"):

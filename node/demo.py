@@ -122,14 +122,14 @@ async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asynci
             asyncio.sleep(started + plan.seconds - clock()),
         )
     finally:
-        dead = children.ended()
+        seconds, dead = clock() - started, children.ended()
         killed = await children.stop()
     figures, failures = judge(progress.statuses, plan.nodes)
     if dead:
         failures = [f"{child.name} ended early with {child.how_it_ended()}" for child in dead]
     return DemoOutcome(
         method=plan.method,
-        seconds=clock() - started,
+        seconds=seconds,
         interrupted=interrupted.is_set(),
         nodes=figures,
         spread=spread_of(figures),

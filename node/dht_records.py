@@ -20,6 +20,7 @@ import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from peerloom.node.identity import Identity, verify
+from peerloom.node.specs import MAX_SIGNED_BYTES, SIGNATURE_CONTEXT
 from peerloom.protocol import checks, limits
 from peerloom.protocol.errors import MalformedMessage, ProtocolError
 from peerloom.protocol.types import NodeState, PeerId, PeerRecord, Role, RunId, SignedSpec
@@ -30,11 +31,10 @@ MAX_PEER_LIFE_S: Final = 60.0  # expiration past issue: the record's own life, a
 SKEW_S: Final = 10.0  # clocks that differ by more are refused at join
 OUTRANK_S: Final = 0.001  # the DHT prefers what expires later
 MAX_PEER_VALUE_BYTES: Final = 16 << 10
-MAX_SPEC_VALUE_BYTES: Final = 64 << 10
+MAX_SPEC_VALUE_BYTES: Final = 4 * MAX_SIGNED_BYTES  # JSON escapes line ends and quotes
 
 RUNS_KEY: Final = b"peerloom/runs"
 PEER_DOMAIN: Final = b"peerloom-peer-v1\0"
-SPEC_DOMAIN: Final = b"peerloom-spec-v1\0"
 
 _T = TypeVar("_T")
 
@@ -59,15 +59,9 @@ def spec_run_id(text: str) -> RunId:
     return RunId(hashlib.sha256(text.encode()).hexdigest()[: limits.RUN_ID_CHARS])
 
 
-def sign_spec(identity: Identity, text: str) -> SignedSpec:
-    """The spec as its owner publishes it."""
-    signature = identity.sign(SPEC_DOMAIN + text.encode())
-    return SignedSpec(text=text, owner=identity.peer_id, signature=signature)
-
-
-def verify_spec(spec: SignedSpec) -> bool:
-    """Whether its owner signed this text."""
-    return _verified(spec.owner, SPEC_DOMAIN + spec.text.encode(), spec.signature)
+def spec_is_signed(spec: SignedSpec) -> bool:
+    """Whether its owner signed this text; whether the text is a spec is specs.verify_spec's business."""
+    return _verified(spec.owner, SIGNATURE_CONTEXT + spec.text.encode(), spec.signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +151,7 @@ class _GoneBody(_Model):
 class _SpecBody(_Model):
     kind: Literal["spec"] = "spec"
     owner: _PeerIdText
-    text: Annotated[str, Field(max_length=MAX_SPEC_VALUE_BYTES)]
+    text: Annotated[str, Field(max_length=MAX_SIGNED_BYTES)]
 
 
 _BODY: TypeAdapter[_PeerBody | _GoneBody | _SpecBody] = TypeAdapter(
@@ -183,7 +177,7 @@ def next_expiry(now: float, last: float) -> float:
     A `last` further ahead than a life was made by a clock that has been set back since; it no longer counts.
     """
     outranking = last + OUTRANK_S
-    return max(now + PEER_LIFE_S, outranking if outranking < now + MAX_PEER_LIFE_S / 2 + SKEW_S else 0.0)
+    return max(now + PEER_LIFE_S, outranking if outranking <= now + PEER_LIFE_S + SKEW_S else 0.0)
 
 
 def encode_peer(identity: Identity, run_id: RunId, record: PeerRecord, expires_at: float) -> bytes:
@@ -245,7 +239,7 @@ def decode_spec(value: bytes) -> tuple[RunId, SignedSpec]:
     if not isinstance(body, _SpecBody):
         raise MalformedMessage("not a spec")
     spec = SignedSpec(text=body.text, owner=PeerId(body.owner), signature=signature)
-    if not verify_spec(spec):
+    if not spec_is_signed(spec):
         raise MalformedMessage("a spec with a wrong signature")
     return spec_run_id(spec.text), spec
 

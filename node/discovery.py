@@ -1,7 +1,6 @@
 """Discovery on hivemind's DHT, in this process's own event loop.
 
-What is published here is kept and served here too, so a record outlives the node that first took it. Caches of hivemind
-are all off: a find asks the nearest nodes each time and merges what they hold.
+What is published here is kept and served here too, so a record outlives the node that first took it.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from typing import Any, Final
 
 from peerloom.node import dht_records as records
 from peerloom.node.announce import announce_multiaddrs, best_first
-from peerloom.node.dht_records import PeerEntry, RecordValidator
+from peerloom.node.dht_records import PeerEntry
+from peerloom.node.dht_stack import DhtStack
 from peerloom.node.identity import Identity
-from peerloom.node.p2pd import P2pDaemon, P2pdOptions, listen_multiaddrs
+from peerloom.node.p2pd import P2pdOptions, listen_multiaddrs
 from peerloom.node.ports import HeldPort, hold_port
 from peerloom.node.seams import Clock
-from peerloom.node.seeds import PROBE_TIMEOUT_S, ProbeReply, check_clock, probe_seeds, serve_probe
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError
+from peerloom.node.seeds import ProbeReply, check_clock, probe_seeds
+from peerloom.protocol.errors import MalformedMessage, PeerloomError
 from peerloom.protocol.invite import Invite
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, PeerId, PeerRecord, RunId, SignedSpec
 
 log = logging.getLogger(__name__)
 
-RPC_TIMEOUT_S: Final = 2.5  # of one DHT call; a dead node costs two of them once, then it is forgotten
-STORE_TIMEOUT_S: Final = 6.0
-FIND_TIMEOUT_S: Final = 6.0
-STOP_TIMEOUT_S: Final = 3.0
 TEND_S: Final = 5.0  # between looks at whether the seeds are still with us
 RESTART_DELAYS_S: Final = (0.0, 1.0, 5.0, 15.0, 30.0)  # before each attempt in a row to bring p2pd back
 STEADY_S: Final = 60.0  # p2pd that lived this long starts the delays anew
@@ -59,14 +55,6 @@ class _Own:
     expires_at: float = 0.0
 
 
-@dataclass(slots=True)
-class _Stack:
-    """One life of p2pd and what runs on it."""
-
-    daemon: P2pDaemon
-    dht: Any = None  # hivemind.dht.DHTNode
-
-
 class DhtDiscovery:
     """node.seams.Discovery on a hivemind DHT; `closed` is set when it has ended, `failure` says why if by itself.
 
@@ -82,12 +70,14 @@ class DhtDiscovery:
         self.failure: str | None = None
         self.warnings: list[str] = []
         self.rival: PeerRecord | None = None
-        self.restarts = 0
+        self.restarts = 0  # of p2pd, by itself
+        self.restarted = asyncio.Event()
         self._ports: list[HeldPort] = []
-        self._stack: _Stack | None = None
+        self._stack: DhtStack | None = None
         self._own = _Own()
         self._seen: dict[PeerId, PeerEntry] = {}
         self._contacts: dict[PeerId, str] = {}
+        self._kept: list[tuple[Any, Any]] = []  # what a life of p2pd that ended had stored
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -131,6 +121,8 @@ class DhtDiscovery:
             asyncio.create_task(self._supervise(), name="discovery supervisor"),
             asyncio.create_task(self._tend(), name="discovery tending"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         return self
 
     def _hold_ports(self, port: int) -> None:
@@ -153,16 +145,15 @@ class DhtDiscovery:
     async def _join(self) -> None:
         stack = await self._start_stack()
         good: list[Invite] = []
-        seeds = [seed for seed in self._settings.seeds if seed.peer_id != self.peer_id]
-        if seeds:
+        if seeds := self._other_seeds():
             reports = await probe_seeds(stack.daemon, seeds, self._clock, self.run_id)
             if warning := check_clock(reports):
                 self.warnings.append(warning)
                 log.warning("%s", warning)
             good = [report.invite for report in reports]
-        await self._start_dht(stack, good)
+        await stack.join(good, self._clock.wall, self._settings.client_only)
 
-    async def _start_stack(self) -> _Stack:
+    async def _start_stack(self) -> DhtStack:
         hosts = () if self._settings.client_only else self._settings.hosts
         options = P2pdOptions(
             listen=listen_multiaddrs(hosts, self.port),
@@ -170,28 +161,8 @@ class DhtDiscovery:
             identity_path=self._settings.identity_path,
             port_map=any(host in ("0.0.0.0", "::") for host in hosts),
         )
-        stack = self._stack = _Stack(await P2pDaemon.start(options))
-        if not self._settings.client_only:
-            await serve_probe(stack.daemon.p2p, self._probe_reply)
-        return stack
-
-    async def _start_dht(self, stack: _Stack, seeds: Sequence[Invite]) -> None:
-        from hivemind.dht.node import DHTNode
-
-        stack.dht = await DHTNode.create(
-            p2p=stack.daemon.p2p,
-            initial_peers=[seed.multiaddr for seed in seeds],
-            wait_timeout=RPC_TIMEOUT_S,
-            client_mode=self._settings.client_only,
-            record_validator=RecordValidator(self._clock.wall),
-            ensure_bootstrap_success=False,
-            strict=False,
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-        )
+        self._stack = await DhtStack.start(options, self._probe_reply)
+        return self._stack
 
     def _probe_reply(self) -> ProbeReply:
         return ProbeReply(
@@ -244,7 +215,7 @@ class DhtDiscovery:
 
     async def publish_spec(self, spec: SignedSpec) -> bool:
         """Stores a spec for a day under its run and in the list of runs; ValueError when its owner did not sign it."""
-        if not records.verify_spec(spec):
+        if not records.spec_is_signed(spec):
             raise ValueError(f"the spec is not signed by {spec.owner}")
         run_id, value = records.spec_run_id(spec.text), records.encode_spec(spec)
         expires_at = self._clock.wall() + records.SPEC_LIFE_S
@@ -302,40 +273,20 @@ class DhtDiscovery:
         return found
 
     async def _store(self, key: bytes, subkey: str, value: bytes, expires_at: float) -> bool:
-        dht = self._stack.dht if self._stack else None
-        if dht is None or not dht.is_alive:
+        stack = self._stack
+        if stack is None:
             return False
-        from hivemind.dht.routing import DHTID
-
-        packed = dht.protocol.serializer.dumps(value)
-        dht.protocol.storage.store(DHTID.generate(key), packed, expires_at, subkey=subkey)
-        try:
-            async with asyncio.timeout(STORE_TIMEOUT_S):
-                taken = await dht.store(key, value, expires_at, subkey=subkey, exclude_self=True)
-        except TimeoutError:
-            taken = False
-        return bool(taken) or self._alone(dht)
-
-    def _alone(self, dht: Any) -> bool:
-        """Whether there is nobody to take a record: no node in sight, none in memory, no seed to expect."""
-        return not (dht.protocol.routing_table.uid_to_peer_id or self._contacts or self._expected_seeds())
-
-    def _expected_seeds(self) -> list[Invite]:
-        return [seed for seed in self._settings.seeds if seed.peer_id != self.peer_id]
+        return await stack.store(key, subkey, value, expires_at) or self._alone(stack)
 
     async def _find(self, key: bytes) -> list[tuple[str, bytes, float]]:
-        """(subkey, value, expiration) of each entry; empty when nothing is found in time."""
-        dht = self._stack.dht if self._stack else None
-        if dht is None or not dht.is_alive:
-            return []
-        try:
-            async with asyncio.timeout(FIND_TIMEOUT_S):
-                found = await dht.get(key, latest=True)
-        except TimeoutError:
-            return []
-        if found is None or not isinstance(found.value, dict):
-            return []
-        return [(subkey, item.value, item.expiration_time) for subkey, item in found.value.items()]
+        return await self._stack.find(key) if self._stack else []
+
+    def _alone(self, stack: DhtStack) -> bool:
+        """Whether there is nobody to take a record: no node in sight, none in memory, no seed to expect."""
+        return not (stack.has_neighbours() or self._contacts or self._other_seeds())
+
+    def _other_seeds(self) -> list[Invite]:
+        return [seed for seed in self._settings.seeds if seed.peer_id != self.peer_id]
 
     # -- staying alive ------------------------------------------------------------------------------------------
 
@@ -358,69 +309,44 @@ class DhtDiscovery:
 
     async def _restart(self, delay_s: float) -> bool:
         former, self._stack = self._stack, None
-        kept = list(former.dht.protocol.storage.items()) if former and former.dht else []
-        if former:
-            if former.dht:
-                former.dht.is_alive = False
-            await former.daemon.stop()
+        if former is not None:
+            self._kept = former.kept() or self._kept
+            await former.stop()
         await asyncio.sleep(delay_s)
         try:
             stack = await self._start_stack()
-            await self._start_dht(stack, [])
+            await stack.join([], self._clock.wall, self._settings.client_only)
         except (PeerloomError, OSError, TimeoutError) as error:
             log.warning("the libp2p daemon does not start: %s", error)
             return False
-        for key_id, item in kept:
-            stack.dht.protocol.storage.store(key_id, item.value, item.expiration_time)
-        self.restarts += 1
-        await self._reconnect()
+        stack.keep(self._kept)
+        await self._reconnect(stack)
         if self._own.record is not None:
             await self.publish(self._own.record)
+        self.restarts += 1
+        self.restarted.set()
         return True
 
     async def _tend(self) -> None:
         """Remembers whom we are connected to, and dials seeds that we have lost; until cancelled."""
         while True:
-            if self._stack is not None and self._stack.dht is not None:
-                await self._remember_contacts(self._stack)
-                await self._reconnect()
+            if (stack := self._stack) is not None:
+                self._contacts |= await stack.contacts()
+                for peer in list(self._contacts)[:-MAX_CONTACTS]:
+                    del self._contacts[peer]
+                await self._reconnect(stack)
             await asyncio.sleep(TEND_S)
 
-    async def _remember_contacts(self, stack: _Stack) -> None:
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                connected = await stack.daemon.p2p.list_peers()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            return  # p2pd is going down; the supervisor sees to it
-        for info in connected:
-            if info.addrs:
-                self._contacts[PeerId(str(info.peer_id))] = str(info.addrs[0])
-        for peer in list(self._contacts)[:-MAX_CONTACTS]:
-            del self._contacts[peer]
-
-    async def _reconnect(self) -> None:
+    async def _reconnect(self, stack: DhtStack) -> None:
         """Dials the seeds that are not in the routing table and, when it is empty, everybody we ever met."""
-        stack = self._stack
-        if stack is None or stack.dht is None:
-            return
-        from hivemind.p2p import PeerID
+        seeds = {seed.peer_id: seed.host_multiaddr for seed in self._other_seeds()}
+        await stack.greet(seeds if stack.has_neighbours() else self._contacts | seeds)
 
-        table = stack.dht.protocol.routing_table
-        wanted = {seed.peer_id: seed.host_multiaddr for seed in self._expected_seeds()}
-        if not table.uid_to_peer_id:
-            wanted = self._contacts | wanted
-        lost = [(peer, at) for peer, at in wanted.items() if PeerID.from_base58(peer) not in table]
-        await asyncio.gather(*(self._greet(stack, peer, address) for peer, address in lost))
-
-    async def _greet(self, stack: _Stack, peer: PeerId, address: str) -> None:
-        from hivemind.p2p import PeerID
-
-        try:
-            await stack.daemon.connect(peer, address, PROBE_TIMEOUT_S)
-        except (LinkError, TimeoutError) as error:
-            log.debug("%s at %s is not back: %s", peer, address, error)
-            return
-        await stack.dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = f"{task.get_name()} failed: {error!r}"
+            log.error("%s", self.failure, exc_info=error)
+            self.closed.set()
 
     async def stop(self) -> None:
         """Leaves the DHT, ends p2pd and frees the port; safe to call twice."""
@@ -429,9 +355,7 @@ class DhtDiscovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         stack, self._stack = self._stack, None
         if stack is not None:
-            if stack.dht is not None:
-                stack.dht.is_alive = False
-            await stack.daemon.stop()
+            await stack.stop()
         for port in self._ports:
             port.release()
         self.closed.set()

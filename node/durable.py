@@ -27,7 +27,7 @@ def _errno_of(error: Exception) -> int | None:
     """The errno of an OSError, or of a Rust library's error that only names it in its text."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"\bcode: (\d+)", str(error))
+    found = re.search(r"(?:\bcode:|\bos error) (\d+)", str(error))
     return int(found.group(1)) if found else None
 
 

@@ -30,8 +30,8 @@ class Exported:
 def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) -> Exported:
     """Writes model, configuration and tokenizer to `out_dir`; with `force` over the files that are there.
 
-    Raises CheckpointError without an intact checkpoint, RunMismatch when it is of another run, StorageError when `out_dir`
-    is not an empty or new folder (without `force`) or the disk refuses; a failed export leaves `out_dir` as it was.
+    Raises CheckpointError without an intact checkpoint, RunMismatch when it is of another run, StorageError when
+    `out_dir` is a file, or not empty without `force`, or the disk refuses.
     """
     found, notes = checkpoint.newest_intact(run_dir / "checkpoints")
     if found is None:

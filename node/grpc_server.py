@@ -18,6 +18,7 @@ from peerloom.node.grpc_wire import (
     EXCHANGE,
     FETCH,
     HELLO,
+    OWN_FAULT,
     PROVE,
     SERVER_OPTIONS,
     STATUS,
@@ -127,6 +128,10 @@ class GrpcServer:
             stream = ServerStream(peer, self._traffic, context)
             try:
                 await self._run(self._handler.exchange(stream), f"serve-exchange-{peer[-6:]}")
+                await stream.finish(None)
+            except Exception as error:
+                await stream.finish(error)
+                raise
             finally:
                 await stream.close()
 
@@ -203,7 +208,7 @@ def _guarded(method: Method) -> Callable[[object, Context], Awaitable[None]]:
             await abort(context, error)
         except Exception:
             log.exception("a call from %s failed", context.peer())
-            await context.abort(grpc.StatusCode.INTERNAL, "the peer met an error of its own")
+            await context.abort(grpc.StatusCode.INTERNAL, OWN_FAULT)
 
     return serve
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
-from peerloom.node.grpc_wire import Call, Context, Traffic, aio, error_of, grpc, raised
+from peerloom.node.grpc_wire import OWN_FAULT, Call, Context, Traffic, aio, error_of, grpc, raised, told
 from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.messages import ExchangeMessage
 from peerloom.protocol.types import PeerId
 
-LINGER_S = 5.0  # how long the client lets the server end the stream after it has said End
+LINGER_S = 5.0  # how long the client lets the server end the call after it has said End
+DRAIN_S = 2.0  # how long the server takes what a client still sends after the handler's end
 Received = bytes | PeerloomError | None  # None: the clean end
 
 
@@ -52,11 +53,16 @@ class GrpcStream(ABC):
         if self._ended:
             return None
         try:
-            message = codec.decode_exchange(data) if (data := await self._next()) is not None else None
+            data = await self._next()
+            message = codec.decode_exchange(data) if data is not None else codec.StreamEnd()
+            if isinstance(message, codec.StreamEnd) and message.error:
+                raise told(message.error, message.detail)
         except PeerloomError as error:
             self._outcome = error
             raise
-        self._ended = message is None
+        if isinstance(message, codec.StreamEnd):
+            self._ended = True
+            return None
         return message
 
     async def _next(self) -> bytes | None:
@@ -95,12 +101,18 @@ class ClientStream(GrpcStream):
         self._call = call
         self._background = background
 
+    async def send(self, message: ExchangeMessage) -> None:
+        """Waits while the server takes no more; raises LinkError when the stream is over."""
+        if self._ended or self._outcome is not None:
+            raise LinkError("the peer has ended the stream")
+        await super().send(message)
+
     async def close(self) -> None:
         """Says End and lets the server finish for LINGER_S in the background; cuts a stream that is broken."""
         if self._closed:
             return
         self._closed = True
-        if self._call.done() or self._outcome is not None or self._sending.locked():
+        if self._call.done() or isinstance(self._outcome, LinkError) or self._sending.locked():
             self._cut()
             return
         task = asyncio.create_task(self._run_out(), name="stream-run-out")
@@ -110,9 +122,9 @@ class ClientStream(GrpcStream):
     async def _run_out(self) -> None:
         try:
             async with asyncio.timeout(LINGER_S):
-                await self._write(codec.encode_exchange(None))
+                await self._write(codec.encode_exchange(codec.StreamEnd()))
                 await self._call.done_writing()
-                while not self._ended and await self._next() is not None:
+                while await self._next() is not None:
                     pass
         except (TimeoutError, PeerloomError):
             pass  # nobody waits for this stream's outcome any more
@@ -162,6 +174,17 @@ class ServerStream(GrpcStream):
         super().__init__(peer, traffic)
         self._context = context
 
+    async def finish(self, error: Exception | None) -> None:
+        """Tells the client how the handler ended, and takes what it still sends until it says End, DRAIN_S at most."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._write(codec.encode_exchange(_end_of(error)))
+                while not self._ended:
+                    data = await self._next()
+                    self._ended = data is None or isinstance(codec.decode_exchange(data), codec.StreamEnd)
+        except (TimeoutError, PeerloomError):
+            pass  # it has gone, or goes on talking: either way the call ends now
+
     async def close(self) -> None:
         """No more is sent; the call itself ends when its handler returns."""
         self._closed = True
@@ -188,6 +211,14 @@ class ServerStream(GrpcStream):
                 raise
             return LinkError("the peer has reset the stream")
         return LinkError("the peer has broken off the stream") if data is aio.EOF else bytes(data)
+
+
+def _end_of(error: Exception | None) -> codec.StreamEnd:
+    if error is None:
+        return codec.StreamEnd()
+    if isinstance(error, PeerloomError):
+        return codec.StreamEnd(type(error).__name__, str(error))
+    return codec.StreamEnd(LinkError.__name__, OWN_FAULT)
 
 
 def _is_cancelled() -> bool:

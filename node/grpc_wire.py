@@ -78,6 +78,7 @@ class Unreachable(errors.LinkError):
     """No connection, or one that broke: a new connection may help."""
 
 
+OWN_FAULT = "internal: the peer met an error of its own"  # all that a peer learns of a bug of ours
 _TOLD = {kind.__name__: kind for kind in (*_CODES, UnknownSession)}
 
 
@@ -103,12 +104,17 @@ async def abort(context: Context, error: errors.PeerloomError) -> None:
     await context.abort(code_of(error), text, ((ERROR_KEY, type(error).__name__),))
 
 
+def told(name: str, text: str) -> errors.PeerloomError:
+    """The error that a peer names; LinkError for a name unknown here."""
+    return _TOLD.get(name, errors.LinkError)(text)
+
+
 def error_of(code: StatusCode, details: str | None, trailing: Any) -> errors.PeerloomError:
     """The error a finished call stands for: the peer's own where it named one, else what grpc says."""
     text = shown(details or "", limits.MAX_ERROR_CHARS) or "no reason given"
     named = dict(trailing).get(ERROR_KEY) if trailing else None
     if named in _TOLD:
-        return _TOLD[named](text)
+        return told(named, text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return errors.LimitExceeded(f"a message over {limits.MAX_MESSAGE_BYTES} bytes: {text}")
     if code is grpc.StatusCode.UNIMPLEMENTED:

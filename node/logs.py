@@ -78,14 +78,19 @@ def setup(format: LogFormat = "auto", verbosity: int = 0, stream: TextIO | None 
     quiet_libraries(verbosity)
 
 
-def quiet_libraries(verbosity: int = 0) -> None:
+def quiet_libraries(verbosity: int | None = None) -> None:
     """Takes away the handlers that libraries install themselves; below --debug only their errors pass.
 
-    hivemind adds its handler when imported: call this again after that.
+    hivemind adds its handler when imported: call this again after that; None keeps the verbosity of `setup`.
     """
+    if verbosity is None:
+        verbosity = 2 if logging.getLogger().level == logging.DEBUG else 0
     if verbosity < 2:
         os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")  # read when hivemind is imported
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr by itself
+    below = tuple(f"{name}." for name in THIRD_PARTY)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith(below)]:
+        logging.getLogger(name).setLevel(logging.NOTSET)  # hivemind gives each of its loggers a level
     for name in THIRD_PARTY:
         logger = logging.getLogger(name)
         for handler in list(logger.handlers):

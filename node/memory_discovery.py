@@ -9,8 +9,8 @@ from peerloom.node.dht_records import (
     check_peer,
     fit,
     next_expiry,
+    spec_is_signed,
     spec_run_id,
-    verify_spec,
 )
 from peerloom.node.seams import Clock
 from peerloom.protocol.types import PeerId, PeerRecord, RunId, SignedSpec
@@ -93,7 +93,7 @@ class MemoryDiscovery:
 
     async def publish_spec(self, spec: SignedSpec) -> bool:
         """Stores a spec for a day; raises ValueError when its owner did not sign it."""
-        if not verify_spec(spec):
+        if not spec_is_signed(spec):
             raise ValueError(f"the spec is not signed by {spec.owner}")
         if self.peer_id in self._registry.cut:
             return len(self._others()) <= 1

@@ -136,12 +136,14 @@ class MemoryStream:
             return None
         try:
             data = await self._back.get()
-            message = codec.decode_exchange(data) if data is not None else None
+            message = codec.decode_exchange(data) if data is not None else codec.StreamEnd()
         except PeerloomError as error:
             self._outcome = error
             raise
+        if isinstance(message, codec.StreamEnd):
+            self._ended = True
+            return None
         self._count(0, len(data or b""))
-        self._ended = data is None
         return message
 
     async def close(self) -> None:
@@ -150,19 +152,17 @@ class MemoryStream:
             return
         self._closed = True
         if self._outcome is not None:
-            self.abort(LinkError("the peer has reset the stream"))
+            self.reset()
         elif self._is_client:
             self._out.end(None)
 
-    def end(self) -> None:
-        """The serving side is done: the caller reads what is under way, then a clean end; it can send no more."""
+    def end(self, error: PeerloomError | None) -> None:
+        """The serving side is done: the caller reads what is under way, then a clean end or the error."""
         self._back.fail(LinkError("the peer has ended the stream"))
-        self._out.end(None)
+        self._out.end(error)
 
-    def abort(self, error: PeerloomError) -> None:
-        """The stream ends with an error, which the other side is told."""
-        self._back.fail(LinkError(str(error)))
-        if isinstance(error, LinkError):
-            self._out.fail(error)
-        else:
-            self._out.end(error)
+    def reset(self) -> None:
+        """Breaks both directions at once."""
+        error = LinkError("the peer has reset the stream")
+        self._back.fail(error)
+        self._out.fail(error)

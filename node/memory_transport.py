@@ -286,15 +286,15 @@ class MemoryTransport:
         try:
             await self._own_handler().exchange(stream)
         except asyncio.CancelledError:
-            stream.abort(LinkError("the peer has reset the stream"))
+            stream.reset()
             raise
         except PeerloomError as error:
-            stream.abort(error)
+            stream.end(error)
         except Exception:
             log.exception("an exchange with %s failed", stream.peer)
-            stream.abort(LinkError("internal: the peer met an error of its own"))
+            stream.end(LinkError("internal: the peer met an error of its own"))
         else:
-            stream.end()
+            stream.end(None)
         finally:
             await stream.close()
 

@@ -70,11 +70,11 @@ class Node:
         background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec)]
         living = asyncio.create_task(self._live())
         try:
-            await asyncio.wait((living, *background), return_when=asyncio.FIRST_EXCEPTION)
-            for task in background:
-                if task.done() and task is not background[-1]:
-                    task.result()  # a heartbeat that fails ends the node: say why
-            await living
+            waited = {living, *background}
+            while not living.done():
+                ended, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()  # a heartbeat that fails ends the node: it would be lost to its peers
         finally:
             for task in (living, *background):
                 task.cancel()

@@ -76,7 +76,7 @@ async def _spec_of(discovery: DhtDiscovery, seeds: list[Invite]) -> RunSpec:
     found = [runs[run_id] for run_id in wanted if run_id in runs]
     if len(found) != 1:
         known = ", ".join(sorted(runs)) or "none"
-        raise RunMismatch(f"the swarm behind the invite announces these runs: {known}; ask for an invite to one of them")
+        raise RunMismatch(f"the swarm behind the invite announces the runs {known}; ask for an invite to one of them")
     return verify_spec(found[0])
 
 

@@ -148,32 +148,47 @@ class P2pDaemon:
     async def connect(self, peer_id: PeerId, multiaddr: str, timeout_s: float) -> None:
         """Dials a peer at `multiaddr` (without /p2p); raises LinkError with libp2p's reason, or TimeoutError."""
         from hivemind.p2p import PeerID
-        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
         from hivemind.proto import p2pd_pb2
         from hivemind.utils.multiaddr import Multiaddr
 
         connect = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer_id).to_bytes(), addrs=[Multiaddr(multiaddr).to_bytes()]
         )
+        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), timeout_s)
+
+    async def addresses(self) -> list[str]:
+        """The multiaddrs (without /p2p) at which p2pd believes it can be dialled; raises as connect does."""
+        from hivemind.proto import p2pd_pb2
+
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CALL_TIMEOUT_S)
+        return _multiaddrs(response.identify.addrs)
+
+    async def contacts(self) -> dict[PeerId, str]:
+        """The peers p2pd is connected to, each with a multiaddr of its; raises as connect does."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2
+
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), CALL_TIMEOUT_S)
+        found = {PeerId(str(PeerID(info.id))): _multiaddrs(info.addrs) for info in response.peers}
+        return {peer: addresses[0] for peer, addresses in found.items() if addresses}
+
+    async def _request(self, request: Any, timeout_s: float) -> Any:
+        """One call over p2pd's control socket (hivemind's own leave the socket open when they are cancelled)."""
+        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+        from hivemind.proto import p2pd_pb2
+
         response = p2pd_pb2.Response()
         async with asyncio.timeout(timeout_s):
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket_path)
                 with contextlib.closing(writer):
-                    await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+                    await write_pbmsg(writer, request)
                     await read_pbmsg_safe(reader, response)
             except (OSError, asyncio.IncompleteReadError) as error:
-                if isinstance(error, TimeoutError):
-                    raise
                 raise LinkError("the libp2p daemon does not answer") from error
         if response.type == p2pd_pb2.Response.ERROR:
             raise LinkError(response.error.msg)
-
-    async def addresses(self) -> list[str]:
-        """The multiaddrs (without /p2p) at which p2pd believes it can be dialled."""
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            found = await self.p2p.get_visible_maddrs(latest=True)
-        return [str(address).partition("/p2p/")[0] for address in found]
+        return response
 
     async def stop(self) -> None:
         """Ends p2pd, by force if need be, and removes what it left."""
@@ -195,3 +210,9 @@ class P2pDaemon:
 def listen_multiaddrs(hosts: Sequence[str], port: int) -> tuple[str, ...]:
     """`/ip4/HOST/tcp/PORT` or `/ip6/…` for each IP address."""
     return tuple(f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host in hosts)
+
+
+def _multiaddrs(packed: Sequence[bytes]) -> list[str]:
+    from hivemind.utils.multiaddr import Multiaddr
+
+    return [str(Multiaddr(address)) for address in packed]

@@ -199,7 +199,7 @@ def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
 
 def summary(totals: Totals) -> str:
     """The swarm in one line."""
-    parts = [f"{totals.training} of {totals.trainers} training", f"{totals.nodes} nodes"]
+    parts = [f"{totals.training} of {totals.trainers} training", f"{totals.nodes} node{'s' * (totals.nodes != 1)}"]
     if totals.silent:
         parts.append(f"{totals.silent} silent")
     parts += [f"{short(totals.tokens_per_s)} tokens/s", f"{short(totals.tokens)} tokens"]

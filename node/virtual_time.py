@@ -15,6 +15,8 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+RESOLUTION_S = 1e-6  # timers closer than this fire together
+LATEST_START = 1e9  # where a float still resolves a tenth of RESOLUTION_S
 WALL_BASE = 1_700_000_000.0  # Unix time at virtual time 0
 
 
@@ -54,11 +56,16 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """A selector loop on virtual time that starts at `start` seconds; raises Deadlock out of run_*()."""
+    """A selector loop on virtual time that starts at `start` seconds, 0 to 1e9; raises Deadlock out of run_*()."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._jumping = _JumpingSelector(start)
         super().__init__(self._jumping)
+        if not 0 <= start <= LATEST_START:
+            self.close()  # a half-made loop would complain when it is collected
+            raise ValueError(f"virtual time starts between 0 and {LATEST_START:g} s, not at {start:g}")
+        # asyncio runs a timer once it is less than this ahead; a nanosecond, its default, is lost in rounding at 1e7 s
+        self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
         """Virtual seconds."""

@@ -89,5 +89,9 @@ class Withdraw(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("error", "detail")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    detail: str
+    def __init__(self, error: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...

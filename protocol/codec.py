@@ -7,6 +7,7 @@ else. Every `encode_*` takes our own values and raises LimitExceeded when they a
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -37,13 +38,21 @@ from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, Pee
 M = TypeVar("M", bound=Message)
 
 
-def encode_exchange(message: ExchangeMessage | None) -> bytes:
-    """One envelope of Gossip.Exchange; None is the client's End, after which it sends nothing."""
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """The last message of either side of an exchange: `error` names the error it ended with, "" for none."""
+
+    error: str = ""
+    detail: str = ""
+
+
+def encode_exchange(message: ExchangeMessage | StreamEnd) -> bytes:
+    """One envelope of Gossip.Exchange."""
     return _serialize(_exchange_envelope(message))
 
 
-def decode_exchange(data: bytes) -> ExchangeMessage | None:
-    """The message in an envelope of Gossip.Exchange, None for End."""
+def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
+    """The message in an envelope of Gossip.Exchange."""
     envelope = _parse(gossip_pb2.ExchangeEnvelope, data)
     match envelope.WhichOneof("message"):
         case "offer":
@@ -68,7 +77,8 @@ def decode_exchange(data: bytes) -> ExchangeMessage | None:
         case "withdraw":
             return Withdraw(checks.text("reason to withdraw", envelope.withdraw.reason, limits.MAX_TEXT_CHARS))
         case "end":
-            return None
+            error = checks.text("error", envelope.end.error, limits.MAX_NAME_CHARS)
+            return StreamEnd(error, checks.text("detail", envelope.end.detail, limits.MAX_ERROR_CHARS))
     raise MalformedMessage("an exchange envelope holds no message known here")
 
 
@@ -249,7 +259,7 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _exchange_envelope(message: ExchangeMessage | None) -> gossip_pb2.ExchangeEnvelope:
+def _exchange_envelope(message: ExchangeMessage | StreamEnd) -> gossip_pb2.ExchangeEnvelope:
     envelope = gossip_pb2.ExchangeEnvelope
     match message:
         case Chunk(offset, data):
@@ -278,8 +288,8 @@ def _exchange_envelope(message: ExchangeMessage | None) -> gossip_pb2.ExchangeEn
             return envelope(ack=gossip_pb2.Ack())
         case Withdraw(text):
             return envelope(withdraw=gossip_pb2.Withdraw(reason=checks.shown(text)))
-        case None:
-            return envelope(end=gossip_pb2.End())
+        case StreamEnd(error, text):
+            return envelope(end=gossip_pb2.End(error=error, detail=checks.shown(text, limits.MAX_ERROR_CHARS)))
 
 
 def _offer(offer: gossip_pb2.Offer) -> Offer:

@@ -17,32 +17,21 @@ Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0
 nobody waits longer than 0.25 M for a byte, the commit or the ack: so M in total, beside the time in which bytes move.
 
 Counters: gossip_committed, gossip_alone (rounds); gossip_stale_round (committed with a partner in another round);
-gossip_broken, gossip_in_doubt (engaged exchanges); gossip_offer_lost, gossip_unanswered, gossip_declined_<reason>
-(our offers); gossip_refused_<reason> (peers' offers); gossip_late_event.
+gossip_broken (also an accept that crossed its offer's withdrawal), gossip_in_doubt (exchanges); gossip_offer_lost,
+gossip_unanswered, gossip_declined_<reason> (our offers); gossip_refused_<reason> (peers' offers); gossip_late_event.
 """
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from typing import Literal, NoReturn
-
 from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
-from peerloom.protocol.errors import InvalidTransition
-from peerloom.protocol.gossip_parts import Book, Engaged, Outbox, Parked, Sent, misfit
-from peerloom.protocol.messages import DeclineReason, ExchangeId, Offer
-from peerloom.protocol.pairing import pairing_of, rank
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.gossip_moves import SEEK_SHARE, Moves
+from peerloom.protocol.gossip_parts import FANOUT, Engaged, Parked, Sent, misfit
+from peerloom.protocol.messages import DeclineReason, Offer
 from peerloom.protocol.types import PeerId
 
-FANOUT = 3  # our offers that peers may hold at once
-MAX_PARKED = 8  # peers' offers we keep at once
-HISTORY = 20  # (event, state) pairs carried by InvalidTransition
-SEEK_SHARE, STALL_SHARE = 0.75, 0.25  # of match_timeout_s
 RETRY_SHARE = 0.02  # of match_timeout_s: first pause after every candidate declined; doubles three times
 
-State = Literal["training", "seeking", "exchanging"]
 ExchangeEvent = (
     ev.OfferHeld
     | ev.OfferAccepted
@@ -55,64 +44,12 @@ ExchangeEvent = (
 _RETRYABLE: frozenset[DeclineReason] = frozenset({"busy", "crossed", "partner"})
 
 
-class GossipMachine:
+class GossipMachine(Moves):
     """Decides one node's exchanges: `handle(event, now)` returns what to do, in order.
 
     `layout` is the model's layout digest, `payload_bytes` the size of one encoded proposal. An exchange id means one
     stream: the driver must not let a new stream take the id of one that `is_open()`.
     """
-
-    def __init__(
-        self,
-        self_id: PeerId,
-        spec: GaslocSpec,
-        run_seed: int,
-        rng: random.Random,
-        layout: str,
-        payload_bytes: int,
-    ) -> None:
-        self._self_id, self._spec, self._seed, self._rng = self_id, spec, run_seed, rng
-        self._layout, self._payload_bytes = layout, payload_bytes
-        self._stall_s = STALL_SHARE * spec.match_timeout_s
-        self._state: State = "training"
-        self._round, self._open, self._draining = 0, False, False
-        self._pairing = pairing_of(spec, self_id, run_seed)
-        self._book = Book()
-        self._busy: set[PeerId] = set()  # declined for now: asked again after a pause
-        self._excluded: set[PeerId] = set()  # not asked again this round
-        self._shunned: set[PeerId] = set()  # at fault: not listened to this round either
-        self._retries = 0
-        self._history: deque[tuple[ev.Event, State]] = deque(maxlen=HISTORY)
-        self._now = 0.0
-        self._out = Outbox()
-
-    @property
-    def state(self) -> State:
-        """What this node is doing."""
-        return self._state
-
-    @property
-    def round(self) -> int:
-        """The round trained or exchanged, or last finished."""
-        return self._round
-
-    @property
-    def partner(self) -> PeerId | None:
-        """The peer at the other end of the exchange under way."""
-        return self._book.engaged.peer if self._book.engaged else None
-
-    @property
-    def reason(self) -> str:
-        """Why this node is not training: one sentence, "" when it is."""
-        if self._state == "training":
-            return ""
-        if self._busy and not self._book.sent and not self._book.engaged:
-            return "every peer asked is busy; asking again soon"
-        return self._book.waits_for() or "waiting for the scheduled partner's offer"
-
-    def is_open(self, exchange_id: ExchangeId) -> bool:
-        """Whether the exchange is one this machine still waits on."""
-        return self._book.is_open(exchange_id)
 
     def handle(self, event: ev.Event, now: float) -> list[do.Effect]:
         """Takes one event; raises InvalidTransition when this node's own side broke the order of events."""
@@ -135,25 +72,11 @@ class GossipMachine:
                 self._on_exchange(event)
         return self._out.take()
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError when the machine's parts contradict each other; for tests."""
-        state, timers, book = self._state, self._out.timers, self._book
-        book.check_invariants(FANOUT, MAX_PARKED)
-        assert (book.engaged is not None) == (state == "exchanging"), "engaged exactly while exchanging"
-        assert not book.sent or state == "seeking", "offers of ours stand only while seeking"
-        assert ("offer" in timers) == (book.active is not None), "an active offer has its timer"
-        assert not (self._draining and (book.parked or state == "seeking")), "no new exchange while draining"
-        assert self._open or state == "training", "a round is open until finished"
-        assert state != "training" or not timers, "no timer while training"
-        assert state != "seeking" or "seek" in timers, "seeking has an end"
-        waits = bool(book.sent) or "retry" in timers or self._pairing.awaits(self._round, self._excluded)
-        assert state != "seeking" or waits, "seeking waits for something"
-
     # --- rounds
 
     def _on_round(self, event: ev.RoundStarted) -> None:
         if self._state != "training":
-            self._invalid("the round before has not been finished or abandoned")
+            self._invalid("the round before has not been finished")
         self._round, self._open = event.round, True
 
     def _on_proposal(self, event: ev.ProposalReady) -> None:
@@ -183,32 +106,6 @@ class GossipMachine:
                 self._withdraw(sent, "no longer a candidate")
             self._advance()
 
-    def _finish_with(self, engaged: Engaged) -> None:
-        self._out.count("gossip_committed")
-        if engaged.partner_round != self._round:
-            self._out.count("gossip_stale_round")
-        self._leave_round("")
-        self._out.add(do.FinishRound(self._round, engaged.peer, engaged.partner_round, ""))
-
-    def _finish_alone(self, reason: str) -> None:
-        self._out.count("gossip_alone")
-        self._leave_round("finished the round alone")
-        self._out.add(do.FinishRound(self._round, None, self._round, reason))
-
-    def _leave_round(self, reason: str) -> None:
-        """Back to training: no offer of ours stands, what was deferred is held for the next round, no timer runs."""
-        self._state, self._open, self._book.engaged = "training", False, None
-        for sent in list(self._book.sent.values()):
-            self._withdraw(sent, reason)
-        for parked in self._book.deferred():
-            parked.held = True
-            self._out.add(do.SendHold(parked.exchange_id))
-        self._out.cancel_all()
-        self._busy.clear()
-        self._excluded.clear()
-        self._shunned.clear()
-        self._retries = 0
-
     # --- seeking
 
     def _advance(self) -> None:
@@ -227,24 +124,6 @@ class GossipMachine:
                 self._out.set_timer("retry", self._now + pause * (0.5 + self._rng.random()))
         elif not self._book.sent and not self._pairing.awaits(self._round, self._excluded):
             self._finish_alone(self._pairing.why_alone(self._round))
-
-    def _precedes(self, peer: PeerId) -> bool:
-        return rank(self._seed, self._self_id) < rank(self._seed, peer)
-
-    def _offer(self, peer: PeerId) -> None:
-        exchange_id = self._rng.randbytes(16).hex()
-        self._book.sent[exchange_id] = Sent(exchange_id, peer)
-        self._out.add(do.SendOffer(exchange_id, peer, self._round))
-        self._out.set_timer("offer", self._now + self._stall_s)
-
-    def _withdraw(self, sent: Sent, reason: str) -> None:
-        self._forget(sent)
-        self._out.add(do.SendWithdraw(sent.exchange_id, reason))
-
-    def _forget(self, sent: Sent) -> None:
-        del self._book.sent[sent.exchange_id]
-        if not sent.held:
-            self._out.cancel_timer("offer")
 
     # --- peers' offers
 
@@ -278,13 +157,6 @@ class GossipMachine:
             return "refused"
         return self._pairing.refusal(peer, round, self._round, self._open)
 
-    def _park(self, peer: PeerId, offer: Offer, *, held: bool) -> None:
-        if len(self._book.parked) >= MAX_PARKED or self._book.has_parked(peer):
-            return self._refuse(offer.exchange_id, "busy")
-        self._book.parked[offer.exchange_id] = Parked(offer.exchange_id, peer, offer.round, held)
-        if held:
-            self._out.add(do.SendHold(offer.exchange_id))
-
     def _take_parked(self) -> Parked | None:
         """The oldest parked offer that can be taken in this round; those that never can be are declined on the way."""
         for parked in list(self._book.parked.values()):
@@ -295,25 +167,7 @@ class GossipMachine:
                 return self._book.parked.pop(parked.exchange_id)
         return None
 
-    def _refuse(self, exchange_id: ExchangeId, reason: DeclineReason, detail: str = "") -> None:
-        self._book.parked.pop(exchange_id, None)
-        self._out.count(f"gossip_refused_{reason}")
-        self._out.add(do.SendDecline(exchange_id, reason, detail))
-
-    def _accept(self, exchange_id: ExchangeId, peer: PeerId, round: int) -> None:
-        self._out.add(do.SendAccept(exchange_id, self._round))
-        self._engage(Engaged(exchange_id, peer, round, offering=False))
-
     # --- the exchange
-
-    def _engage(self, engaged: Engaged) -> None:
-        self._state, self._book.engaged = "exchanging", engaged
-        self._out.add(do.Transfer(engaged.exchange_id, self._stall_s))
-        for sent in list(self._book.sent.values()):
-            self._withdraw(sent, "engaged with another peer" if sent.peer != engaged.peer else "crossed")
-        for parked in self._book.deferred():
-            self._refuse(parked.exchange_id, "busy")
-        self._out.cancel_timer("retry")
 
     def _on_exchange(self, event: ExchangeEvent) -> None:
         """Sorts an event by what its exchange is to us; one we have left behind is late, not wrong."""
@@ -410,13 +264,7 @@ class GossipMachine:
         self._state = "seeking"
         self._advance()
 
-    def _exclude(self, peer: PeerId, fault: str = "") -> None:
-        self._excluded.add(peer)
-        if fault:
-            self._shunned.add(peer)
-            self._out.add(do.ScorePeer(peer, fault))
-
-    # --- timers, counters, errors
+    # --- timers
 
     def _on_timer(self, name: str) -> None:
         if not self._out.timer_due(name, self._now):
@@ -437,8 +285,3 @@ class GossipMachine:
             awaited = "acknowledgement" if engaged.offering else "commit"
             self._out.add(do.SendWithdraw(engaged.exchange_id, f"no {awaited} within {self._stall_s:g} s"))
             self._break(engaged, f"no {awaited} within {self._stall_s:g} s")
-
-    def _invalid(self, why: str) -> NoReturn:
-        story = "; ".join(f"{event} in {state}" for event, state in self._history)
-        event = self._history[-1][0]
-        raise InvalidTransition(f"{event} is not allowed in state {self._state}: {why}. History: {story}")

@@ -8,6 +8,8 @@ from peerloom.protocol.effects import CancelTimer, Count, Effect, SetTimer
 from peerloom.protocol.messages import ExchangeId, Offer
 from peerloom.protocol.types import Encoding, PeerId
 
+FANOUT = 3  # our offers that peers may hold at once
+MAX_PARKED = 8  # peers' offers we keep at once
 EARLY_S = 0.05  # a timer that fires earlier than this before its time was replaced while it was on its way
 
 
@@ -90,12 +92,12 @@ class Book:
             return f"waiting for {self.active.peer} to answer an offer"
         return f"waiting for one of {len(self.sent)} peers to reach its exchange point" if self.sent else ""
 
-    def check_invariants(self, fanout: int, max_parked: int) -> None:
+    def check_invariants(self) -> None:
         """Raises AssertionError when the book contradicts itself; for tests."""
         peers = [parked.peer for parked in self.parked.values()]
         assert sum(not sent.held for sent in self.sent.values()) <= 1, "one active offer at most"
-        assert len(self.sent) <= fanout, "our offers are few"
-        assert len(peers) <= max_parked and len(set(peers)) == len(peers), "parked: bounded, one a peer"
+        assert len(self.sent) <= FANOUT, "our offers are few"
+        assert len(peers) <= MAX_PARKED and len(set(peers)) == len(peers), "parked: bounded, one a peer"
         assert not self.sent.keys() & self.parked.keys(), "one meaning an exchange id"
         assert self.active or not self.deferred(), "an offer is deferred only for an active one of ours"
 

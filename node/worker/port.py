@@ -109,11 +109,12 @@ class WorkerProcess:
         child, self._child = self._child, None
         if child is None:
             return
+        self._death = self._death or WorkerDied("the worker process was stopped")
         child.attach(self._on_message, self._on_death)
         try:
             await child.end(messages.Request(0, messages.Stop()))
         finally:
-            self._on_death(WorkerDied("the worker process was stopped"))
+            self._on_death(self._death)
             os.close(self._memory_fd)
             if self._block is not None:
                 self._block.close()

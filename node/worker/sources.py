@@ -38,7 +38,10 @@ def description(spec: DataSpec) -> dict[str, object]:
     if spec.source.startswith(DATASETS):
         return {"source": spec.source, "text_field": spec.text_field}
     root, files = _files(spec)
-    stats = [(str(path.relative_to(root)), path.stat()) for path in files]
+    try:
+        stats = [(str(path.relative_to(root)), path.stat()) for path in files]
+    except OSError as error:
+        raise DataError(f"the data file {error.filename} cannot be read: {error.strerror}") from error
     listed = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     return {"source": spec.source, "root": str(root), "text_field": spec.text_field, "files": listed}
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import peerloom.node
 import peerloom.optim
 import peerloom.proto
 import peerloom.protocol
+from peerloom.node import demo, status
 from peerloom.node.failures import exit_codes
 from peerloom.protocol import errors
 from peerloom.protocol.errors import PeerError, PeerloomError
@@ -72,6 +77,13 @@ def test_ci_runs_readmes_own_test_command() -> None:
     command = re.search(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)
     assert command is not None, "README has no test command on one line"
     assert "^python3 -m venv .*pytest" in (ROOT / ".ci" / "run").read_text(), "CI takes the command from README"
+
+
+@pytest.mark.parametrize("module", [status, demo])
+def test_readme_shows_the_json_as_its_module_documents_it(module: ModuleType) -> None:
+    documented = re.search(r"^    \{.*?\n\n", module.__doc__ or "", re.DOTALL | re.MULTILINE)
+    assert documented is not None
+    assert textwrap.dedent(documented[0]).strip() in README
 
 
 def test_readme_opens_with_its_two_commands() -> None:

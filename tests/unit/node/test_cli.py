@@ -268,8 +268,12 @@ def test_run_check_has_a_line_for_each_fault(peer: Peer, tmp_path: Path) -> None
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
-    fake = SimpleNamespace(export=lambda *arguments, force: calls.append((*arguments, force)))
-    monkeypatch.setitem(sys.modules, "peerloom.node.export", fake)
+
+    def export(*arguments: Any, force: bool) -> SimpleNamespace:
+        calls.append((*arguments, force))
+        return SimpleNamespace(round=7, notes=("round-00000008 is damaged: passed over",))
+
+    monkeypatch.setitem(sys.modules, "peerloom.node.export", SimpleNamespace(export=export))
     return calls
 
 
@@ -283,7 +287,10 @@ def trained(home: Path, name: str) -> tuple[Path, RunSpec]:
 
 def test_export_takes_the_only_run(peer: Peer, exported: list[tuple[Any, ...]], tmp_path: Path) -> None:
     folder, spec = trained(tmp_path, "one")
-    assert peer("export", "--home", str(tmp_path), "--out", "out").exit_code == 0
+    result = peer("export", "--home", str(tmp_path), "--out", "out")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("wrote round 7 to out;")
+    assert result.stderr == "peer: round-00000008 is damaged: passed over\n"
     assert exported == [(folder, spec, Path("out"), False)]
 
 

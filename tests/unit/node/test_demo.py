@@ -18,7 +18,7 @@ from peerloom.protocol.errors import SeedUnreachable
 from peerloom.protocol.types import NodeStatus
 from tests.unit.node.test_status import status
 
-FAKE_NODE = '''
+FAKE_NODE = """
 import json, os, pathlib, signal, subprocess, sys
 role, flags = sys.argv[1], dict(zip(sys.argv, sys.argv[1:]))
 home, name = pathlib.Path(flags["--home"]), flags["--name"]
@@ -37,7 +37,7 @@ partial.rename(home / "ready")
 if mode == "stubborn":
     signal.pause()
 signal.sigwait([signal.SIGTERM])
-'''
+"""
 
 
 @pytest.fixture
@@ -89,8 +89,24 @@ async def test_a_swarm_is_started_watched_and_stopped(plan: DemoPlan, monkeypatc
     assert len({fact["sid"] for fact in facts} | {os.getsid(0)}) == 5, "each in a session of its own"
     assert {fact["peer"] for fact in facts} == {None}, "the user's own settings stay out"
     assert facts[1]["argv"] == [
-        "join", *swarm.invites, "--home", str(plan.folder / "node-1"), "--name", "node-1", "--listen", "127.0.0.1",
-        "--port", "0", "--grpc-port", "0", "--device", "cpu", "--threads", str(plan.threads), "--log-format", "json",
+        "join",
+        *swarm.invites,
+        "--home",
+        str(plan.folder / "node-1"),
+        "--name",
+        "node-1",
+        "--listen",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--grpc-port",
+        "0",
+        "--device",
+        "cpu",
+        "--threads",
+        str(plan.threads),
+        "--log-format",
+        "json",
     ]
     assert members_of({int(str(fact["sid"])) for fact in facts}) == []
 

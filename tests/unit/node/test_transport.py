@@ -183,6 +183,35 @@ async def test_both_sides_send_megabytes_at_once(swarm: Swarm) -> None:
         assert count * len(data) < received < count * (len(data) + 1024)
 
 
+@pytest.mark.parametrize("error", [None, DigestMismatch("other bytes")], ids=["clean", "error"])
+async def test_the_last_word_reaches_a_caller_that_is_still_sending(swarm: Swarm, error: PeerloomError | None) -> None:
+    async def withdraw(stream: ExchangeStream) -> None:
+        await stream.receive()
+        await stream.send(Withdraw("going"))
+        if error is not None:
+            raise error
+
+    handler = Handler(withdraw)
+    _, record = await swarm.server(handler)
+    stream = await swarm.client().open_exchange(record)
+
+    async def flood() -> None:
+        while True:
+            await stream.send(Chunk(0, bytes(limits.CHUNK_BYTES)))
+
+    flooding = asyncio.create_task(flood())
+    await handler.ended.get()
+    assert await stream.receive() == Withdraw("going")
+    if error is None:
+        assert await stream.receive() is None
+    else:
+        with pytest.raises(DigestMismatch, match="other bytes"):
+            await stream.receive()
+    with pytest.raises(LinkError):
+        await flooding
+    await stream.close()
+
+
 async def test_a_peer_that_does_not_read_holds_the_sender_back(swarm: Swarm) -> None:
     stop = asyncio.Event()
 

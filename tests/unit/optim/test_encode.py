@@ -54,6 +54,14 @@ def test_bf16_rounds_to_nearest_even(fp32: int, bf16: int, length: int) -> None:
     assert bytes(raw.tolist()) == struct.pack("<H", bf16) * length
 
 
+def test_a_nan_among_numbers_becomes_the_one_nan() -> None:
+    y = torch.ones(67)
+    y[[0, 20, 66]] = bits(0xFFC12345).expand(3)
+    patterns = struct.unpack("<67H", bytes(encode(y, "bf16").tolist()))
+    assert [k for k, pattern in enumerate(patterns) if pattern != 0x3F80] == [0, 20, 66]
+    assert {patterns[k] for k in (0, 20, 66)} == {0x7FC0}
+
+
 def test_bf16_error_is_at_most_half_a_step(draw: Draw) -> None:
     y = draw(5000, dtype=torch.float32)
     error = (decode(encode(y, "bf16"), "bf16") - y).abs()

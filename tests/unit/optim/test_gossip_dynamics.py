@@ -3,8 +3,8 @@
 Rounds to consensus are counted as follows. Start from independent standard normal parameters, no drift, theta_{-1} =
 theta_0. The error of a round is the norm over workers of the distance to the mean, relative to that of theta_0. As
 heavy-ball carries two iterates, consensus is reached in the first round t where the errors of t and t - 1 are both
-below 1e-3 (one alone can pass through zero: on the complete graph it does at once). The expected numbers come from one random
-start each, so here the median over many starts must agree with them and the spread must contain them.
+below 1e-3 (one alone can pass through zero: on the complete graph it does at once). The expected numbers come
+from one random start each, so here the median over many starts must agree with them and the spread must contain them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def test_the_expected_alpha_is_for_twice_lambda(draw: Draw) -> None:
 
 
 def test_rounds_grow_as_kappa_without_and_as_its_root_with_acceleration(draw: Draw) -> None:
-    kappas, plain, heavy = [], [], []
+    kappas: list[float] = []
+    plain: list[float] = []
+    heavy: list[float] = []
     for n, limit in ((8, 40), (32, 350)):
         graph, start = Graph.ring(n), draw(n, 100)
         spectrum = (graph.lambda_max, graph.lambda_2)

@@ -1,0 +1,141 @@
+"""One life of p2pd with hivemind's DHTNode on it: stores and finds with deadlines, and dialling of single peers.
+
+Caches of hivemind are all off: a find asks the nearest nodes each time and merges what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from peerloom.node.dht_records import RecordValidator
+from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, P2pdOptions
+from peerloom.node.seeds import PROBE_TIMEOUT_S, ProbeReply, serve_probe
+from peerloom.protocol.errors import LinkError
+from peerloom.protocol.invite import Invite
+from peerloom.protocol.types import PeerId
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S: Final = 2.5  # of one DHT call; a dead node costs two of them once, then it is forgotten
+STORE_TIMEOUT_S: Final = 6.0
+FIND_TIMEOUT_S: Final = 6.0
+
+
+class DhtStack:
+    """Started by `start`, in the DHT after `join`."""
+
+    def __init__(self, daemon: P2pDaemon) -> None:
+        self.daemon = daemon
+        self._dht: Any = None  # hivemind.dht.DHTNode
+
+    @classmethod
+    async def start(cls, options: P2pdOptions, answer: Callable[[], ProbeReply]) -> DhtStack:
+        """Starts p2pd, which answers probes where it listens."""
+        stack = cls(await P2pDaemon.start(options))
+        if options.listen:
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await serve_probe(stack.daemon.p2p, answer)
+            except BaseException:
+                await stack.stop()
+                raise
+        return stack
+
+    async def join(self, seeds: Sequence[Invite], wall: Callable[[], float], client_only: bool) -> None:
+        """Enters the DHT by seeds that p2pd is connected to; a client stores nothing for others."""
+        from hivemind.dht.node import DHTNode
+
+        self._dht = await DHTNode.create(
+            p2p=self.daemon.p2p,
+            initial_peers=[seed.multiaddr for seed in seeds],
+            wait_timeout=RPC_TIMEOUT_S,
+            client_mode=client_only,
+            record_validator=RecordValidator(wall),
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+        )
+
+    @property
+    def _live(self) -> bool:
+        return self._dht is not None and self._dht.is_alive
+
+    async def store(self, key: bytes, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Keeps a value here and asks others to; whether one of them took it, within STORE_TIMEOUT_S."""
+        if not self._live:
+            return False
+        from hivemind.dht.routing import DHTID
+
+        packed = self._dht.protocol.serializer.dumps(value)
+        self._dht.protocol.storage.store(DHTID.generate(key), packed, expires_at, subkey=subkey)
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                return bool(await self._dht.store(key, value, expires_at, subkey=subkey, exclude_self=True))
+        except TimeoutError:
+            return False
+
+    async def find(self, key: bytes) -> list[tuple[str, bytes, float]]:
+        """(subkey, value, expiration) of each entry; empty when nothing is found within FIND_TIMEOUT_S."""
+        if not self._live:
+            return []
+        try:
+            async with asyncio.timeout(FIND_TIMEOUT_S):
+                found = await self._dht.get(key, latest=True)
+        except TimeoutError:
+            return []
+        if found is None or not isinstance(found.value, dict):
+            return []
+        return [(subkey, item.value, item.expiration_time) for subkey, item in found.value.items()]
+
+    def kept(self) -> list[tuple[Any, Any]]:
+        """What this node stores, for the next life."""
+        return list(self._dht.protocol.storage.items()) if self._dht is not None else []
+
+    def keep(self, items: Sequence[tuple[Any, Any]]) -> None:
+        """Takes over what a former life stored."""
+        for key_id, item in items:
+            self._dht.protocol.storage.store(key_id, item.value, item.expiration_time)
+
+    def has_neighbours(self) -> bool:
+        """Whether any node is in the routing table."""
+        return self._live and bool(self._dht.protocol.routing_table.uid_to_peer_id)
+
+    async def contacts(self) -> Mapping[PeerId, str]:
+        """The peers p2pd is connected to, each with an address; empty when p2pd is going down."""
+        try:
+            return await self.daemon.contacts()
+        except (LinkError, TimeoutError) as error:
+            log.debug("no contacts: %s", error)
+            return {}
+
+    async def greet(self, peers: Mapping[PeerId, str]) -> None:
+        """Dials those of `peers` (id: multiaddr) that are not in the routing table, all at once."""
+        from hivemind.p2p import PeerID
+
+        if self._live:
+            table = self._dht.protocol.routing_table
+            lost = [(peer, at) for peer, at in peers.items() if PeerID.from_base58(peer) not in table]
+            await asyncio.gather(*(self._greet(peer, at) for peer, at in lost))
+
+    async def _greet(self, peer: PeerId, multiaddr: str) -> None:
+        from hivemind.p2p import PeerID
+
+        try:
+            await self.daemon.connect(peer, multiaddr, PROBE_TIMEOUT_S)
+        except (LinkError, TimeoutError) as error:
+            log.debug("%s at %s is not back: %s", peer, multiaddr, error)
+            return
+        await self._dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)
+
+    async def stop(self) -> None:
+        """Leaves the DHT and ends p2pd; calls still under way end by their own deadlines."""
+        if self._dht is not None:
+            self._dht.is_alive = False
+        await self.daemon.stop()

@@ -1,0 +1,70 @@
+"""The shared matching: a fixed function of (seed, round, n), fair, and the same from every peer's side."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerloom.optim.topology import random_matching
+from peerloom.protocol.pairing import rank, scheduled_matching, scheduled_partner
+from peerloom.protocol.types import PeerId
+
+
+def test_known_matchings() -> None:
+    assert scheduled_matching(1, 0, 0) == []
+    assert scheduled_matching(1, 0, 1) == []
+    assert scheduled_matching(1, 0, 2) == [(0, 1)]
+    assert scheduled_matching(1, 0, 6) == GOLDEN_6
+    assert scheduled_matching(1, 1, 7) == GOLDEN_7
+
+
+GOLDEN_6 = [(0, 2), (1, 3), (4, 5)]
+GOLDEN_7 = [(0, 4), (1, 5), (2, 3)]
+
+
+@given(seed=st.integers(0, 2**63), round=st.integers(0, 10**9), n=st.integers(0, 40))
+def test_a_matching_pairs_all_but_one_if_odd(seed: int, round: int, n: int) -> None:
+    pairs = scheduled_matching(seed, round, n)
+    members = [index for pair in pairs for index in pair]
+    assert len(pairs) == n // 2
+    assert len(set(members)) == len(members)
+    assert set(members) <= set(range(n))
+    assert all(i < j for i, j in pairs)
+    assert pairs == sorted(pairs)
+
+
+def test_every_pair_is_as_likely() -> None:
+    rounds = 3000
+    seen = Counter(pair for round in range(rounds) for pair in scheduled_matching(5, round, 5))
+    assert len(seen) == 10
+    for count in seen.values():  # expected 600, standard deviation about 22
+        assert abs(count - rounds / 5) < 110
+
+
+@given(seed=st.integers(0, 2**32), round=st.integers(0, 1000), n=st.integers(0, 17))
+def test_the_optimizer_side_draws_the_same(seed: int, round: int, n: int) -> None:
+    assert random_matching(n, seed, round) == scheduled_matching(seed, round, n)
+
+
+def test_negative_n_is_refused() -> None:
+    with pytest.raises(ValueError, match="n is -1"):
+        scheduled_matching(1, 0, -1)
+
+
+@given(seed=st.integers(0, 100), round=st.integers(0, 100), n=st.integers(1, 9))
+def test_partners_agree_whether_or_not_they_list_themselves(seed: int, round: int, n: int) -> None:
+    peers = [PeerId(f"peer{i}") for i in range(n)]
+    partner = {me: scheduled_partner(seed, round, me, peers) for me in peers}
+    assert sum(other is None for other in partner.values()) == n % 2
+    for me, other in partner.items():
+        assert other is None or partner[other] == me
+        assert scheduled_partner(seed, round, me, reversed([p for p in peers if p != me])) == other
+
+
+def test_rank_is_an_order_that_the_run_seed_changes() -> None:
+    peers = [PeerId(f"peer{i}") for i in range(8)]
+    assert len({rank(1, peer) for peer in peers}) == 8
+    assert sorted(peers, key=lambda peer: rank(1, peer)) != sorted(peers, key=lambda peer: rank(2, peer))
