@@ -60,6 +60,16 @@ def _node(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_NODE)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.", rich_help_panel=_NODE)] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text to train on here, not the run's data.source.", rich_help_panel=_NODE)
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Local port of /metrics and /healthz.", rich_help_panel=_NODE)
+    ] = None,
+    trust_paths: Annotated[
+        bool | None,
+        typer.Option("--trust-paths", help="Let a run of others read local paths it names.", rich_help_panel=_NODE),
+    ] = None,
 ) -> None: ...
 
 

@@ -72,6 +72,15 @@ class NodeConfig(BaseSettings):
     allow: tuple[PeerId, ...] = _setting(
         (), "peer ids to deal with; empty: everyone", "a list of peer ids, 12D3KooW..."
     )
+    data: str = _setting(
+        "",
+        "text to train on here instead of the run's data.source",
+        "a local file or folder, stdlib, or datasets:NAME",
+        max_length=512,
+    )
+    trust_paths: bool = _setting(
+        False, "let a run that others started read the local paths it names", "true or false"
+    )
     checkpoint_every_s: float = _setting(
         60.0, "seconds between checkpoints", "a number above 0 and at most 86400", gt=0, le=86400
     )
@@ -84,7 +93,11 @@ class NodeConfig(BaseSettings):
     )
     seeds: tuple[str, ...] = _setting((), "invites to join by", "a list of invites, /ip4/.../tcp/.../p2p/12D3KooW...")
     startup_timeout_s: float = _setting(
-        60.0, "seconds to wait for the worker and the swarm", "a number above 0 and at most 3600", gt=0, le=3600
+        60.0,
+        "seconds to wait for a peer that can hand over the model",
+        "a number above 0 and at most 3600",
+        gt=0,
+        le=3600,
     )
 
     @property
@@ -187,6 +200,8 @@ def config_template() -> str:
 def _toml_value(default: object) -> str:
     if isinstance(default, tuple):
         return "[" + ", ".join(f'"{item}"' for item in default) + "]"
+    if isinstance(default, bool):
+        return str(default).lower()
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 

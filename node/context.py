@@ -22,9 +22,12 @@ class NodeSettings:
 
     run_dir: Path
     cache_dir: Path
+    data_source: str = ""  # instead of the spec's
     device: str = "cpu"
     threads: int = 0
     checkpoint_every_s: float = 60.0
+    keep_checkpoints: int = 3
+    donor_patience_s: float = 60.0  # a swarm that is starting has no donor yet
     first_view_s: float = 10.0  # how long a joiner waits to see anybody at all
     expect_peers: bool = False  # joined by an invite: somebody must be there
     max_rounds: int | None = None  # stop after so many; None: train on

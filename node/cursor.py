@@ -31,10 +31,8 @@ class BatchCursor:
         return first
 
     def give_back(self, first_unused: int) -> None:
-        """Returns the end of the last reservation, from `first_unused` on; raises StorageError."""
-        if first_unused < self.next:
-            self._write(first_unused)
-            self.next = first_unused
+        """Returns the end of the last reservation, from `first_unused` on; a restart skips it all the same."""
+        self.next = min(self.next, first_unused)
 
     def _write(self, value: int) -> None:
         with storage_errors(f"the batch cursor {self._path}"):

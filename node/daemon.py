@@ -16,6 +16,7 @@ from pathlib import Path
 from peerloom.node import logs
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
+from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.facts import Facts
@@ -23,6 +24,7 @@ from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity, load_or_create, lock_identity
 from peerloom.node.journal import Journal
+from peerloom.node.metrics import MetricsServer
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.seams import WorkerPort
@@ -106,6 +108,8 @@ async def run_node(
         discovery.join_run(run_spec.run_id)
         log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
         phases.mark("run spec")
+        foreign = spec is None and signed.owner != identity.peer_id
+        data_source = consented_source(config, run_spec) if foreign and role == "trainer" else config.data
         run_dir = ensure_writable(folders.run_dir(run_spec.run_id))
         ensure_writable(folders.cache)
         own_invites = await discovery.invites()
@@ -134,15 +138,22 @@ async def run_node(
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
         )
+        if config.metrics_port is not None:
+            metrics = MetricsServer(config.metrics_port, facts.status)
+            stack.callback(metrics.stop)
+            log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
                 run_dir=run_dir,
                 cache_dir=folders.cache,
+                data_source=data_source,
                 device=config.device,
                 threads=config.threads,
                 checkpoint_every_s=config.checkpoint_every_s,
+                keep_checkpoints=config.keep_checkpoints,
+                donor_patience_s=config.startup_timeout_s,
                 expect_peers=bool(seeds),
             ),
             spec=run_spec,

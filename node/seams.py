@@ -129,7 +129,9 @@ class WorkerSetup:
     peer_id: PeerId
     run_dir: Path  # the node's folder of this run: checkpoints/, cursor
     cache_dir: Path  # tokenized data, shared by runs
-    device: str = "cpu"  # "cpu", "cuda", "cuda:1"
+    data_source: str = ""  # instead of spec.data.source, which it does not change; "": as the spec says
+    keep_checkpoints: int = 3  # the newest ones
+    device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
     threads: int = 0  # torch CPU threads; 0: torch's own choice
 
 

@@ -22,7 +22,6 @@ from peerloom.protocol.transfer import FetchMachine
 log = logging.getLogger(__name__)
 
 DRAIN_EXCHANGE_S = 4.0  # of the 10 s that a stop may take: what an exchange under way gets to end
-DONOR_PATIENCE_S = 60.0  # a swarm that is starting has no donor yet
 DONOR_RETRY_S = 2.0
 
 T = TypeVar("T")
@@ -109,6 +108,8 @@ class Trainer:
             peer_id=self._facts.peer_id,
             run_dir=settings.run_dir,
             cache_dir=settings.cache_dir,
+            data_source=settings.data_source,
+            keep_checkpoints=settings.keep_checkpoints,
             device=settings.device,
             threads=settings.threads,
         )
@@ -137,7 +138,7 @@ class Trainer:
         settings, view = self._context.settings, self._context.view
         if settings.expect_peers:
             await view.wait_for_anybody(settings.first_view_s)
-        give_up_at = self._clock.monotonic() + DONOR_PATIENCE_S
+        give_up_at = self._clock.monotonic() + settings.donor_patience_s
         while True:
             decision = self._decide(ready.resumed)
             log.info("%s", decision.reason)

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -110,6 +110,8 @@ class GaslocTask:
 
     def _open_data(self, progress: Callable[[str, float], None]) -> None:
         data, train = self._spec.data, self._spec.train
+        if self._setup.data_source:
+            data = replace(data, source=self._setup.data_source)
         tokenizer = load_tokenizer(data.tokenizer)
         vocabulary = getattr(self._model.config, "vocab_size", None)
         if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
@@ -270,6 +272,7 @@ class GaslocTask:
             checkpoint.Checkpoint(
                 meta=meta, theta=state["theta"].cpu(), previous=state["previous"].cpu(), optimizer=self._inner.state()
             ),
+            keep=self._setup.keep_checkpoints,
         )
 
     def _evaluate(self) -> float:

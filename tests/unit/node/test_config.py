@@ -61,6 +61,8 @@ BAD = [
     ("device", "cuda:"),
     ("threads", -1),
     ("allow", ["12D3"]),
+    ("data", "x" * 513),
+    ("trust_paths", "perhaps"),
     ("checkpoint_every_s", 0),
     ("checkpoint_every_s", float("inf")),
     ("checkpoint_every_s", float("nan")),
