@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
@@ -28,7 +28,7 @@ MAX_TOML_BYTES = 65_536
 _PORT = "an integer from 0 to 65535 (0: any free one)"
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-EXAMPLES = {"home": '"/srv/peerloom"', "name": '"lab-7"', "metrics_port": "9464"}  # of settings without a fixed default
+EXAMPLES = {"home": '"/srv/peerloom"', "name": '"lab-7"', "metrics_port": "9464", "data": '"/srv/text"'}  # of settings without a fixed default
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
@@ -120,9 +120,9 @@ class NodeConfig(BaseSettings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain_values(cls, value: object) -> object:
-        """No setting is a bool or empty text; infinity and NaN fail the ranges by themselves."""
-        if isinstance(value, bool) or value == "":
+    def _plain_values(cls, value: object, info: ValidationInfo) -> object:
+        """No other setting is a bool or empty text; infinity and NaN fail the ranges by themselves."""
+        if info.field_name != "trust_paths" and (isinstance(value, bool) or value == ""):
             raise ValueError(value)
         return value
 

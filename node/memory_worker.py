@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from peerloom.node.seams import RoundFinished, RoundTrained, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.optim.encode import decode, encode, encoded_bytes
 from peerloom.optim.gasloc import GASLoC
 
@@ -43,7 +43,7 @@ class MemoryWorker:
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
         """Builds the quadratic; resumes what `save` left under this peer id."""
         spec = setup.spec.gasloc
-        self._setup = setup
+        self._setup, self._progress, self._stepped = setup, progress, False
         seed = torch.Generator().manual_seed(setup.spec.seed)
         self._optimum = torch.randn(NUMEL, generator=seed)
         self._params = torch.randn(NUMEL, generator=seed)
@@ -102,6 +102,9 @@ class MemoryWorker:
                     await self._interrupted.wait()
             except TimeoutError:
                 self._pull()
+                if not self._stepped:
+                    self._stepped = True
+                    self._progress(FIRST_STEP, 1.0)
             else:
                 break
         self._check()

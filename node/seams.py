@@ -121,6 +121,9 @@ class Discovery(Protocol):
         ...
 
 
+FIRST_STEP = "first step"  # what `progress` is told when the first optimizer step of a worker is done
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
     """All a worker needs to build its model and data."""
@@ -186,7 +189,10 @@ class WorkerPort(Protocol):
     """The training process, from the daemon's side. All calls raise WorkerDied when it dies."""
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
-        """Builds model and data, resumes the newest intact checkpoint; `progress(what, share)` while it does."""
+        """Builds model and data, resumes the newest intact checkpoint; `progress(what, share)` while it does.
+
+        `progress(FIRST_STEP, 1.0)` comes later: once, after the first optimizer step of this worker's life.
+        """
         ...
 
     async def train(self, round: int) -> RoundTrained:

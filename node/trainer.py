@@ -11,7 +11,15 @@ from peerloom.node.context import Context
 from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.joiner import Joiner
-from peerloom.node.seams import ExchangeStream, RoundFinished, RoundTrained, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.seams import (
+    FIRST_STEP,
+    ExchangeStream,
+    RoundFinished,
+    RoundTrained,
+    WorkerPort,
+    WorkerReady,
+    WorkerSetup,
+)
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LinkError, NoDonor, StorageError
 from peerloom.protocol.gossip import GossipMachine
@@ -74,7 +82,7 @@ class Trainer:
     async def run(self) -> None:
         """The whole life: returns when drained, out of budget or past max_rounds, with a checkpoint written."""
         try:
-            ready = await self._unless_draining(self._worker.start(self._setup(), self._context.progress))
+            ready = await self._unless_draining(self._worker.start(self._setup(), self._progress))
             self._context.phases.mark("worker")
             self._facts.ready(ready)
             self._donor = Donor(self._clock, ready.layout_digest, self._take_snapshot)
@@ -100,6 +108,14 @@ class Trainer:
             working.cancel()
             draining.cancel()
             await asyncio.gather(working, draining, return_exceptions=True)
+
+    def _progress(self, what: str, share: float) -> None:
+        """Passes on how far starting is; the first optimizer step ends it."""
+        if what == FIRST_STEP:
+            self._context.phases.mark(FIRST_STEP)
+            self._context.journal.write("first_step")
+        else:
+            self._context.progress(what, share)
 
     def _setup(self) -> WorkerSetup:
         settings = self._context.settings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from peerloom.node import checkpoint
 from peerloom.node.cursor import BatchCursor
-from peerloom.node.seams import RoundFinished, RoundTrained, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerReady, WorkerSetup
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
@@ -55,6 +55,7 @@ class GaslocTask:
 
     def __init__(self, setup: WorkerSetup, memory_fd: int, progress: Callable[[str, float], None]) -> None:
         self._setup, self._spec = setup, setup.spec
+        self._progress, self._stepped = progress, False
         self.phases: dict[str, float] = {}
         self._device = _device(setup)
         clock = time.perf_counter()
@@ -182,6 +183,7 @@ class GaslocTask:
         losses: list[Tensor] = []
         for index in range(first, first + planned):
             losses.append(self._step(index))
+            self._tell_first_step()
             if interrupted():
                 break
         self._cursor.give_back(first + len(losses))
@@ -205,6 +207,11 @@ class GaslocTask:
         at.adam_steps += 1
         at.tokens += self._spec.train.batch_size * self._spec.data.sequence_length
         return loss
+
+    def _tell_first_step(self) -> None:
+        if not self._stepped:
+            self._stepped = True
+            self._progress(FIRST_STEP, 1.0)
 
     def _propose(self, losses: Tensor) -> None:
         y = self._method.proposal()
