@@ -28,7 +28,12 @@ MAX_TOML_BYTES = 65_536
 _PORT = "an integer from 0 to 65535 (0: any free one)"
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-EXAMPLES = {"home": '"/srv/peerloom"', "name": '"lab-7"', "metrics_port": "9464", "data": '"/srv/text"'}  # of settings without a fixed default
+EXAMPLES = {  # of settings without a fixed default
+    "home": '"/srv/peerloom"',
+    "name": '"lab-7"',
+    "metrics_port": "9464",
+    "data": '"/srv/text"',
+}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 

@@ -192,6 +192,7 @@ class _Progress:
 
 async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Progress) -> None:
     """Starts a bootstrap node and the trainers, then follows them; runs until cancelled."""
+    _share_cache(plan)
     bootstrap = await children.start("bootstrap", _command(plan, "bootstrap", []))
     invites = await _invites(bootstrap)
     await asyncio.gather(
@@ -201,6 +202,15 @@ async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Pro
     async for statuses in watch(invites):
         progress.statuses = view.observe(statuses)
         progress.show(progress.statuses)
+
+
+def _share_cache(plan: DemoPlan) -> None:
+    """One cache for all homes, so that the text is tokenized once."""
+    cache = plan.folder / "cache"
+    cache.mkdir()
+    for name in plan.names:
+        (plan.folder / name).mkdir(mode=0o700)
+        (plan.folder / name / "cache").symlink_to(cache, target_is_directory=True)
 
 
 async def _invites(bootstrap: Child) -> list[str]:

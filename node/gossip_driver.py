@@ -53,7 +53,10 @@ class _Exchange:
 
 
 class GossipDriver:
-    """Drives one GossipMachine; `records` finds a peer's newest record by id, `count` and `score` take its effects."""
+    """Drives one GossipMachine; `records` finds a peer's newest record by id, `count` and `score` take its effects.
+
+    `moved` is called after events, for whoever shows the machine's state.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class GossipDriver:
         records: Callable[[PeerId], PeerRecord | None],
         count: Callable[[str, float], None],
         score: Callable[[PeerId, str], None],
+        moved: Callable[[GossipMachine], None] = lambda machine: None,
     ) -> None:
         self._machine = machine
         self._transport = transport
@@ -77,6 +81,7 @@ class GossipDriver:
         self._records = records
         self._count = count
         self._score = score
+        self._moved = moved
         self._exchanges: dict[ExchangeId, _Exchange] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # one an exchange that we opened
         self._jobs: set[asyncio.Task[None]] = set()  # readers, writers and watchdogs of all exchanges
@@ -108,6 +113,7 @@ class GossipDriver:
                     self._perform(effect)
         finally:
             self._handling = False
+        self._moved(self._machine)
 
     async def serve(self, stream: ExchangeStream) -> None:
         """Runs one exchange that a peer opened, to its end; raises ProtocolError for a bad opening."""

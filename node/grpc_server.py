@@ -48,6 +48,10 @@ MAX_CALLS = 1024  # calls of any kind at once
 Method = Callable[[Context], Awaitable[None]]
 
 
+class _Logged(Exception):
+    """A bug of ours, in the log already."""
+
+
 class GrpcServer:
     """Serves Peer, Gossip and State of one node."""
 
@@ -129,9 +133,13 @@ class GrpcServer:
             try:
                 await self._run(self._handler.exchange(stream), f"serve-exchange-{peer[-6:]}")
                 await stream.finish(None)
-            except Exception as error:
+            except PeerloomError as error:
                 await stream.finish(error)
                 raise
+            except Exception as error:
+                log.exception("an exchange with %s failed", peer)
+                await stream.finish(error)
+                raise _Logged from error
             finally:
                 await stream.close()
 
@@ -206,6 +214,8 @@ def _guarded(method: Method) -> Callable[[object, Context], Awaitable[None]]:
         except PeerloomError as error:
             log.debug("a call from %s ended: %s", context.peer(), error)
             await abort(context, error)
+        except _Logged:
+            await context.abort(grpc.StatusCode.INTERNAL, OWN_FAULT)
         except Exception:
             log.exception("a call from %s failed", context.peer())
             await context.abort(grpc.StatusCode.INTERNAL, OWN_FAULT)

@@ -145,7 +145,12 @@ class Trainer:
             records=context.view.record_of,
             count=self._facts.count,
             score=context.view.score,
+            moved=self._show,
         )
+
+    def _show(self, machine: GossipMachine) -> None:
+        if machine.state != "training" and not self._context.draining.is_set():
+            self._facts.enter(machine.state, machine.reason)
 
     # finding one's place
 
@@ -241,7 +246,6 @@ class Trainer:
         draining = self._context.draining
         if draining.is_set():
             return effects.FinishRound(round, None, round, "stopping")
-        self._facts.enter("seeking", "waiting for a partner")
         ending = asyncio.ensure_future(self._driver.exchange_round(round))
         stopping = asyncio.ensure_future(draining.wait())
         try:

@@ -11,7 +11,7 @@ from peerloom.node.seams import Clock, Discovery
 from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.membership import Membership
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import PeerId, PeerRecord, SignedSpec
+from peerloom.protocol.types import NodeState, PeerId, PeerRecord, SignedSpec
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ RENEW_S = 10.0  # records live 30 s: two renewals may be lost
 REFRESH_S = 5.0
 PROMPT_S = 2.0  # a change of state is published at once, but not more often than this
 SPEC_RENEW_S = 3600.0
+RUNNING: frozenset[NodeState] = frozenset({"training", "seeking", "exchanging"})
 JUMP_S = 2.0  # a wall clock that moves this far against the monotonic one has been set
 
 
@@ -40,6 +41,7 @@ class SwarmView:
         self._membership = Membership(facts.peer_id, spec.gasloc)
         self._records: dict[PeerId, PeerRecord] = {}
         self._news = asyncio.Event()
+        self._told = ""
         self._offset = clock.wall() - clock.monotonic()
         self.signed_spec = signed_spec
 
@@ -64,8 +66,14 @@ class SwarmView:
         self.changed()
 
     def tell(self) -> None:
-        """This node's state changed: its record goes out soon."""
-        self._news.set()
+        """This node's state changed: if that is news to the others, its record goes out soon.
+
+        The turns of a round are none: they would store the record every two seconds.
+        """
+        word = "running" if self._facts.state in RUNNING else self._facts.state
+        if word != self._told:
+            self._told = word
+            self._news.set()
 
     async def refresh(self) -> None:
         """Reads all records once."""

@@ -1,0 +1,77 @@
+"""Nothing may outlive a test: no asyncio task, no thread, no child process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+
+GRACE_S = 5.0  # a process or thread that is ending may still be seen
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fails a test that leaves a thread or a child process; what a fixture of a wider scope holds was there before."""
+    threads, children = set(threading.enumerate()), set(_children())
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while left := _threads_but(threads) + _children_but(children):
+        if time.monotonic() > deadline:
+            pytest.fail(f"left running: {', '.join(left)}")
+        time.sleep(0.02)
+
+
+@pytest.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    """Fails a test that leaves a task in its loop."""
+    before = asyncio.all_tasks()
+    yield
+    left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
+    if left:
+        await asyncio.wait(left, timeout=GRACE_S)
+    names = [repr(task) for task in left if not task.done()]
+    assert not names, f"tasks left: {', '.join(names)}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts `no_task_left` around every test that has a loop: set up first, it looks last."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.fixturenames.insert(0, "no_task_left")
+
+
+def _threads_but(known: set[threading.Thread]) -> list[str]:
+    return [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread not in known and not thread.daemon and thread.is_alive()
+    ]
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def _children_but(known: set[psutil.Process]) -> list[str]:
+    left = []
+    for child in _children():
+        try:
+            if child in known or child.status() == psutil.STATUS_ZOMBIE or _is_held(child):
+                continue
+            left.append(f"process {child.pid} {' '.join(child.cmdline())[:120]}")
+        except psutil.NoSuchProcess:
+            continue
+    return left
+
+
+def _is_held(child: psutil.Process) -> bool:
+    """A process that a fixture of a wider scope owns and ends, or Python's own tracker of shared memory."""
+    return child.pid in HELD or "multiprocessing.resource_tracker" in " ".join(child.cmdline())
+
+
+HELD: set[int] = set()  # pids of processes started within a test for a fixture of a wider scope
