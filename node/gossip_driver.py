@@ -1,7 +1,8 @@
 """Performs the gossip machine's effects on real or in-memory streams; what happens comes back as events.
 
 One `_Exchange` a stream: a reader that turns messages into events, a writer that sends in the order of the effects,
-and a watchdog that ends a transfer in which no byte moves. The driver decides nothing.
+and a watchdog that ends a transfer in which no byte moves. The driver decides nothing. Once our last word on a stream
+is queued it is over: what the peer still sends is read and dropped, for the inbox may belong to another exchange.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from peerloom.protocol.types import Encoding, PeerId, PeerRecord
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_S = 10.0  # a peer that opens a stream and says nothing for this long is cut off
+LAST_WORD_S = 1.0  # what an acknowledgement or a refusal gets to leave before close() ends its stream
 
 
 class _Exchange:
@@ -44,12 +46,19 @@ class _Exchange:
         self.peer = peer
         self.to_send: asyncio.Queue[ExchangeMessage | effects.Transfer] = asyncio.Queue()
         self.stream: ExchangeStream | None = None
+        self.writer: asyncio.Task[None] | None = None
         self.incoming: IncomingPayload | None = None
         self.stall_s = 0.0
         self.moved_at = 0.0
         self.sent = False
         self.verified = False
-        self.transferring = asyncio.Event()
+        self.over = False
+        self.watched = asyncio.Event()
+
+    def watch(self, stall_s: float, now: float) -> None:
+        """From now on the stream ends when no byte moves for `stall_s`."""
+        self.stall_s, self.moved_at = stall_s, now
+        self.watched.set()
 
 
 class GossipDriver:
@@ -83,8 +92,10 @@ class GossipDriver:
         self._score = score
         self._moved = moved
         self._exchanges: dict[ExchangeId, _Exchange] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # one an exchange that we opened
-        self._jobs: set[asyncio.Task[None]] = set()  # readers, writers and watchdogs of all exchanges
+        # dicts, not sets: what close() cancels, it cancels in order
+        self._tasks: dict[asyncio.Task[None], None] = {}  # one an exchange that we opened
+        self._jobs: dict[asyncio.Task[None], None] = {}  # readers, writers and watchdogs of all exchanges
+        self._closed = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pending: deque[events.Event] = deque()
         self._handling = False
@@ -102,7 +113,9 @@ class GossipDriver:
         return await self._finished
 
     def feed(self, event: events.Event) -> None:
-        """Gives the machine an event and performs what it asks for, in order."""
+        """Gives the machine an event and performs what it asks for, in order; nothing once closed."""
+        if self._closed:
+            return
         self._pending.append(event)
         if self._handling:
             return
@@ -111,33 +124,55 @@ class GossipDriver:
             while self._pending:
                 for effect in self._machine.handle(self._pending.popleft(), self._clock.monotonic()):
                     self._perform(effect)
+        except Exception as error:  # a bug of ours, in a reader or a timer: the round must not wait for ever
+            self._pending.clear()
+            if self._finished is not None and not self._finished.done():
+                self._finished.set_exception(error)
+            raise
         finally:
             self._handling = False
         self._moved(self._machine)
 
     async def serve(self, stream: ExchangeStream) -> None:
-        """Runs one exchange that a peer opened, to its end; raises ProtocolError for a bad opening."""
+        """Runs one exchange that a peer opened, to its end; raises ProtocolError for a bad opening, which is scored."""
         try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                offer = await stream.receive()
-        except TimeoutError:
-            raise LinkError(f"nothing came for {FIRST_MESSAGE_S:.0f} s") from None
-        if not isinstance(offer, Offer):
-            raise MalformedMessage("an exchange opens with an offer")
-        if offer.exchange_id in self._exchanges:
-            raise MalformedMessage("this exchange id is in use")
+            offer = await self._opening(stream)
+        except ProtocolError:
+            self._score(stream.peer, "bad_exchange")
+            raise
+        if offer is None:
+            return
+        if self._closed:
+            raise LinkError("this node does not train now")
         exchange = _Exchange(offer.exchange_id, stream.peer)
         exchange.stream = stream
         self._exchanges[exchange.id] = exchange
         self.feed(events.OfferReceived(stream.peer, offer))
         await self._run(exchange)
 
+    async def _opening(self, stream: ExchangeStream) -> Offer | None:
+        """The offer a stream begins with; None when the peer thought better of it."""
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                offer = await stream.receive()
+        except TimeoutError:
+            raise LinkError(f"nothing came for {FIRST_MESSAGE_S:.0f} s") from None
+        if offer is not None and not isinstance(offer, Offer):
+            raise MalformedMessage("an exchange opens with an offer")
+        if offer is not None and offer.exchange_id in self._exchanges:
+            raise MalformedMessage("this exchange id is in use")
+        return offer
+
     async def close(self) -> None:
-        """Ends every exchange and timer."""
+        """Ends every exchange and timer; last words that are queued get LAST_WORD_S to leave. Safe to call twice."""
+        self._closed = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        jobs = list(self._tasks | self._jobs)
+        leaving = [exchange.writer for exchange in self._exchanges.values() if exchange.over and exchange.writer]
+        if leaving:
+            await asyncio.wait(leaving, timeout=LAST_WORD_S)
+        jobs = [*self._tasks, *self._jobs]
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
@@ -187,8 +222,13 @@ class GossipDriver:
 
     def _spawn(self, exchange: _Exchange) -> None:
         task = asyncio.create_task(self._dial(exchange), name=f"exchange-{exchange.id[:8]}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._dialled)
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an exchange ended in an error of this node's own", exc_info=error)
 
     def _open(self, effect: effects.SendOffer) -> None:
         exchange = _Exchange(effect.exchange_id, effect.peer)
@@ -199,16 +239,18 @@ class GossipDriver:
         self._spawn(exchange)
 
     def _send(self, exchange_id: ExchangeId, message: ExchangeMessage) -> None:
-        if (exchange := self._exchanges.get(exchange_id)) is not None:
-            exchange.to_send.put_nowait(message)
+        if (exchange := self._exchanges.get(exchange_id)) is None:
+            return
+        exchange.to_send.put_nowait(message)
+        if isinstance(message, (Decline, Ack, Withdraw)):
+            exchange.over = True
+            exchange.watch(exchange.stall_s or FIRST_MESSAGE_S, self._clock.monotonic())
 
     def _transfer(self, effect: effects.Transfer) -> None:
         if (exchange := self._exchanges.get(effect.exchange_id)) is None:
             return
         exchange.incoming = IncomingPayload(self._worker.inbox(), self._encoding)
-        exchange.stall_s = effect.stall_s
-        exchange.moved_at = self._clock.monotonic()
-        exchange.transferring.set()
+        exchange.watch(effect.stall_s, self._clock.monotonic())
         exchange.to_send.put_nowait(effect)
 
     async def _dial(self, exchange: _Exchange) -> None:
@@ -222,7 +264,10 @@ class GossipDriver:
             self.feed(events.ExchangeBroken(exchange.id, str(error), isinstance(error, ProtocolError)))
             return
         try:
-            await self._run(exchange)
+            if exchange.over:  # withdrawn before the peer heard of it
+                self._exchanges.pop(exchange.id, None)
+            else:
+                await self._run(exchange)
         except PeerError as error:
             log.debug("exchange with %s ended: %s", exchange.peer, error)
         finally:
@@ -231,14 +276,15 @@ class GossipDriver:
     async def _run(self, exchange: _Exchange) -> None:
         """Reads, writes and watches until one of the three ends; what breaks is fed to the machine, then raised."""
         jobs = [
-            asyncio.create_task(job(exchange), name=f"{job.__name__}-{exchange.id[:8]}")
-            for job in (self._read, self._write, self._watch)
+            asyncio.create_task(job(exchange), name=f"{job.__name__[1:]}-{exchange.id[:8]}")
+            for job in (self._write, self._read, self._watch)
         ]
-        self._jobs.update(jobs)
+        exchange.writer = jobs[0]
+        self._jobs.update(dict.fromkeys(jobs))
         try:
-            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            for job in done:
-                if not job.cancelled():
+            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in jobs:  # in this order, whichever ended first
+                if job.done() and not job.cancelled():
                     job.result()
         except PeerError as error:
             self._break(exchange, str(error), isinstance(error, ProtocolError))
@@ -248,7 +294,8 @@ class GossipDriver:
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-            self._jobs.difference_update(jobs)
+            for job in jobs:
+                self._jobs.pop(job, None)
             self._break(exchange, "the stream ended")
 
     def _break(self, exchange: _Exchange, reason: str, at_fault: bool = False) -> None:
@@ -258,9 +305,13 @@ class GossipDriver:
     async def _read(self, exchange: _Exchange) -> None:
         assert exchange.stream is not None  # ours: set before _run
         while (message := await exchange.stream.receive()) is not None:
+            if exchange.over:
+                continue
             exchange.moved_at = self._clock.monotonic()
             if self._take(exchange, message):
                 return
+        if exchange.over:  # the peer has ended its half: ours still has a last word
+            await asyncio.get_running_loop().create_future()
 
     def _take(self, exchange: _Exchange, message: ExchangeMessage) -> bool:
         """Turns one message into an event; True when nothing may follow it."""
@@ -279,6 +330,8 @@ class GossipDriver:
                 exchange.verified = True
                 self._payloads_done(exchange)
             case Commit():
+                if not exchange.verified:
+                    raise MalformedMessage("a commit came before the parameters had")
                 self.feed(events.CommitReceived(exchange.id))
             case Ack():
                 self.feed(events.AckReceived(exchange.id))
@@ -304,19 +357,24 @@ class GossipDriver:
         while True:
             item = await exchange.to_send.get()
             if isinstance(item, effects.Transfer):
-                for message in outgoing(self._worker.outbox()):
-                    await exchange.stream.send(message)
-                    exchange.moved_at = self._clock.monotonic()
-                exchange.sent = True
-                self._payloads_done(exchange)
+                await self._write_payload(exchange, exchange.stream)
                 continue
             await exchange.stream.send(item)
             if isinstance(item, (Decline, Ack, Withdraw)):
                 return
 
+    async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream) -> None:
+        for message in outgoing(self._worker.outbox()):
+            if exchange.over:
+                return
+            await stream.send(message)
+            exchange.moved_at = self._clock.monotonic()
+        exchange.sent = True
+        self._payloads_done(exchange)
+
     async def _watch(self, exchange: _Exchange) -> None:
-        """Ends a transfer in which no byte has moved for stall_s."""
-        await exchange.transferring.wait()
+        """Ends a transfer, or a stream that is over, in which no byte has moved for stall_s."""
+        await exchange.watched.wait()
         left = exchange.stall_s
         while left > 0.0:
             await asyncio.sleep(left)

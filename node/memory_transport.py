@@ -184,7 +184,7 @@ class MemoryTransport:
         self._handler: PeerHandler | None = None
         self._slots = StreamSlots()
         self._backoffs: dict[PeerId, Backoff] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], None] = {}  # in order: a set would end them at random
         self._sent = 0
         self._received = 0
         self._stopped = False
@@ -205,10 +205,10 @@ class MemoryTransport:
         near = MemoryStream(peer.peer_id, out, back, self._count, is_client=True)
         far = MemoryStream(self.peer_id, back, out, server._count, is_client=False)
         job = asyncio.create_task(server._serve(far), name=f"serve-exchange-{self.peer_id[-6:]}")
-        server._jobs.add(job)
+        server._jobs[job] = None
 
         def over(_: asyncio.Task[None]) -> None:
-            server._jobs.discard(job)
+            server._jobs.pop(job, None)
             self._hub.disconnect(connection)
             slot.close()
 
@@ -233,8 +233,8 @@ class MemoryTransport:
             connection = self._hub.connect(self.peer_id, server.peer_id)
             pipe = connection.pipes[1]
             job = asyncio.create_task(server._give(self.peer_id, asked, pipe), name=f"serve-fetch-{self.peer_id[-6:]}")
-            server._jobs.add(job)
-            job.add_done_callback(server._jobs.discard)
+            server._jobs[job] = None
+            job.add_done_callback(lambda done: server._jobs.pop(done, None))
             try:
                 while (data := await pipe.get()) is not None:
                     self._count(0, len(data))

@@ -1,11 +1,16 @@
-"""The in-memory worker: GASLoC on a small quadratic, in the loop's time; for whole swarms in one process."""
+"""The in-memory worker: GASLoC on a small quadratic, in the loop's time; for whole swarms in one process.
+
+What it keeps across lives is what the real one keeps on its disk: the last checkpoint, and the cursor of batches.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,12 +26,25 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-class MemoryWorker:
-    """Pulls theta towards an optimum of the run seed, with noise of the peer's own; saves into a given dict."""
+@dataclass(slots=True)
+class MemoryDisk:
+    """One node's disk: `method` is GASLoC's state at the last save; `cursor` the next batch to draw, kept at once."""
 
-    def __init__(self, *, step_s: float = 0.1, saved: dict[str, dict[str, object]] | None = None) -> None:
+    method: dict[str, Any] | None = None
+    round: int = 0
+    step: int = 0
+    tokens: int = 0
+    saves: int = 0
+    cursor: int = 0
+
+
+class MemoryWorker:
+    """Pulls theta towards an optimum of the run seed, with noise of the peer's own; a step takes `step_s` seconds."""
+
+    def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, disk: MemoryDisk | None = None) -> None:
         self._step_s = step_s
-        self._saved = saved if saved is not None else {}
+        self._start_s = start_s
+        self._disk = disk if disk is not None else MemoryDisk()
         self._interrupted = asyncio.Event()
         self._dead: str | None = None
         self._round = self._step = self._tokens = 0
@@ -41,14 +59,17 @@ class MemoryWorker:
             raise WorkerDied(self._dead)
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
-        """Builds the quadratic; resumes what `save` left under this peer id."""
+        """Builds the quadratic; resumes what `save` left on the disk."""
+        self._check()
+        await asyncio.sleep(self._start_s)
+        self._check()
         spec = setup.spec.gasloc
         self._setup, self._progress, self._stepped = setup, progress, False
         seed = torch.Generator().manual_seed(setup.spec.seed)
         self._optimum = torch.randn(NUMEL, generator=seed)
         self._params = torch.randn(NUMEL, generator=seed)
-        own = int.from_bytes(hashlib.sha256(setup.peer_id.encode()).digest()[:4], "big")
-        self._noise = torch.Generator().manual_seed(own)
+        self._own_seed = int.from_bytes(hashlib.sha256(setup.peer_id.encode()).digest()[:4], "big") << 24
+        self._noise = torch.Generator()
         size = encoded_bytes(NUMEL, spec.encoding)
         self._outbox = torch.zeros(size, dtype=torch.uint8)
         self._inbox = torch.zeros(size, dtype=torch.uint8)
@@ -77,13 +98,11 @@ class MemoryWorker:
         )
 
     def _resume(self) -> bool:
-        state = self._saved.get(self._setup.peer_id)
-        if state is None:
+        disk = self._disk
+        if disk.method is None:
             return False
-        theta = state["theta"]
-        assert isinstance(theta, torch.Tensor)
-        self._method.adopt(theta)
-        self._round, self._step, self._tokens = (int(str(state[key])) for key in ("round", "step", "tokens"))
+        self._method.load_state_dict(disk.method)
+        self._round, self._step, self._tokens = disk.round, disk.step, disk.tokens
         return True
 
     def _loss(self) -> float:
@@ -92,10 +111,11 @@ class MemoryWorker:
     async def train(self, round: int) -> RoundTrained:
         """Takes the steps of a round, each `step_s` long; ends early when interrupted."""
         self._check()
+        if round != self._round:
+            raise ValueError(f"asked to train round {round} while round {self._round} is next")
         self._interrupted.clear()
-        self._round = round
         self._method.start_round()
-        first, started = self._step, asyncio.get_running_loop().time()
+        first, started = self._disk.cursor, asyncio.get_running_loop().time()
         for _ in range(self._setup.spec.gasloc.local_steps):
             try:
                 async with asyncio.timeout(self._step_s):
@@ -108,22 +128,26 @@ class MemoryWorker:
             else:
                 break
         self._check()
-        encode(self._method.proposal(), self._setup.spec.gasloc.encoding, self._outbox)
+        self._propose()
         return RoundTrained(
             round=round,
             step=self._step,
             tokens=self._tokens,
             first_batch=first,
-            batches=self._step - first,
+            batches=self._disk.cursor - first,
             seconds=asyncio.get_running_loop().time() - started,
             train_loss=self._loss(),
         )
 
     def _pull(self) -> None:
-        noise = torch.randn(NUMEL, generator=self._noise)
+        noise = torch.randn(NUMEL, generator=self._noise.manual_seed(self._own_seed + self._disk.cursor))
+        self._disk.cursor += 1
         self._params.add_(self._optimum - self._params + noise, alpha=PULL)
         self._step += 1
         self._tokens += self._setup.spec.train.batch_size * self._setup.spec.data.sequence_length
+
+    def _propose(self) -> None:
+        encode(self._method.proposal(), self._setup.spec.gasloc.encoding, self._outbox)
 
     async def interrupt(self) -> None:
         """Ends the local steps under way."""
@@ -144,13 +168,15 @@ class MemoryWorker:
     async def finish(self, mix: bool) -> RoundFinished:
         """Mixes with weight 1 and steps to the next round."""
         self._check()
-        neighbors = []
+        encoding = self._setup.spec.gasloc.encoding
         if mix:
-            encoding = self._setup.spec.gasloc.encoding
-            neighbors = [(1.0, decode(self._inbox, encoding))]
-        self._method.mix(neighbors)
+            own = decode(self._outbox, encoding) if encoding != "fp32" else None
+            self._method.mix([(1.0, decode(self._inbox, encoding))], own=own)
+        else:
+            self._method.mix([])
         self._round += 1
-        return RoundFinished(round=self._round, held_out_loss=self._loss())
+        due = self._round % self._setup.spec.train.eval_every_rounds == 0
+        return RoundFinished(round=self._round, held_out_loss=self._loss() if due else None)
 
     async def adopt(self, round: int, step: int, theta: memoryview) -> RoundFinished:
         """Takes a donor's theta."""
@@ -160,14 +186,12 @@ class MemoryWorker:
         return RoundFinished(round=round, held_out_loss=self._loss())
 
     async def save(self) -> Path:
-        """Keeps the state under this peer id."""
+        """Keeps the state on the disk."""
         self._check()
-        self._saved[self._setup.peer_id] = {
-            "theta": self._theta.clone(),
-            "round": self._round,
-            "step": self._step,
-            "tokens": self._tokens,
-        }
+        state, disk = self._method.state_dict(), self._disk
+        disk.method = {**state, "theta": state["theta"].clone(), "previous": state["previous"].clone()}
+        disk.round, disk.step, disk.tokens = self._round, self._step, self._tokens
+        disk.saves += 1
         return Path(f"memory-{self._round}")
 
     async def stop(self) -> None:

@@ -83,7 +83,9 @@ class Node:
 
     async def _leave(self) -> None:
         if self._interrupting is not None:
-            await asyncio.gather(self._interrupting, return_exceptions=True)
+            (error,) = await asyncio.gather(self._interrupting, return_exceptions=True)
+            if error is not None and not isinstance(error, (WorkerDied, asyncio.CancelledError)):
+                log.error("the round could not be cut short", exc_info=error)
         try:
             async with asyncio.timeout(WITHDRAW_S):
                 await self._discovery.withdraw()
@@ -98,22 +100,23 @@ class Node:
             return
         failures, facts = 0, self._context.facts
         while not self._context.draining.is_set():
-            started_round = facts.round
-            self._trainer = Trainer(self._context, self._worker_factory())
+            trainer = self._trainer = Trainer(self._context, self._worker_factory())
             try:
-                await self._trainer.run()
-                return
+                return await trainer.run()
             except Drained:
                 return
             except WorkerDied as died:
-                failures = 1 if facts.round - started_round >= HEALTHY_ROUNDS else failures + 1
+                failures = 1 if trainer.rounds >= HEALTHY_ROUNDS else failures + 1
                 facts.count("worker_deaths")
-                self._trainer = None
-                await self._wait_to_restart(died, failures)
+                reason = str(died)
             finally:
                 self._trainer = None
+            if self._context.draining.is_set():
+                log.warning("the training process ended (%s) while this node was stopping", reason)
+                return
+            await self._wait_to_restart(reason, failures)
 
-    async def _wait_to_restart(self, died: WorkerDied, failures: int) -> None:
+    async def _wait_to_restart(self, died: str, failures: int) -> None:
         delay = restart_delay(failures, self._context.rng)
         if delay is None:
             raise WorkerFailed(

@@ -51,6 +51,7 @@ class Trainer:
         self._driver: GossipDriver | None = None
         self._donor: Donor | None = None
         self._saved_at = context.clock.monotonic()
+        self.rounds = 0  # finished in this life
         view = context.view
         self._joiner = Joiner(context.transport, view.record_of, view.score, context.progress)
 
@@ -160,16 +161,21 @@ class Trainer:
         if settings.expect_peers:
             await view.wait_for_anybody(settings.first_view_s)
         give_up_at = self._clock.monotonic() + settings.donor_patience_s
+        lost: NoDonor | None = None  # why a swarm that has trained already could not be joined
         while True:
             decision = self._decide(ready.resumed)
             log.info("%s", decision.reason)
-            if decision.kind != "fetch":
+            if decision.kind == "resume" or (decision.kind == "fresh" and lost is None):
                 return
             try:
+                if decision.kind == "fresh" and lost is not None:
+                    raise lost  # its last record has expired: starting afresh would make a second run of one id
                 return await self._fetch(decision)
-            except NoDonor:
+            except NoDonor as error:
                 if self._clock.monotonic() >= give_up_at:
                     raise
+                if any(record.round > 0 for record in view.records()):
+                    lost = error
                 await asyncio.sleep(DONOR_RETRY_S)
                 await view.refresh()
 
@@ -237,6 +243,7 @@ class Trainer:
             facts.trained(trained)
             seconds = max(self._clock.monotonic() - began, 1e-9)
             facts.finished(finished, (trained.tokens - tokens_before) / seconds)
+        self.rounds += 1
         self._note_round(trained, ended, finished, waited)
         if self._clock.monotonic() - self._saved_at >= self._context.settings.checkpoint_every_s:
             await self._save()

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 10.0  # records live 30 s: two renewals may be lost
 REFRESH_S = 5.0
+LOOKOUT_S = 1.0  # while nobody is there to pair with
 PROMPT_S = 2.0  # a change of state is published at once, but not more often than this
 SPEC_RENEW_S = 3600.0
 RUNNING: frozenset[NodeState] = frozenset({"training", "seeking", "exchanging"})
@@ -108,10 +109,10 @@ class SwarmView:
                 continue
 
     async def watch(self) -> None:
-        """Reads the others' records every REFRESH_S; until cancelled."""
+        """Reads the others' records every REFRESH_S, every LOOKOUT_S while nobody may be paired with; until cancelled."""
         while True:
             await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(REFRESH_S if self.live() else LOOKOUT_S)
 
     async def keep_spec(self) -> None:
         """Renews the run's spec, so that it outlives its owner; until cancelled."""

@@ -11,6 +11,8 @@ ours is answered. Who defers waits for a peer of lower rank, so chains of deferr
 train, and what is parked stays through an exchange for the next round; what arrives during an exchange is declined
 "busy", so that its sender looks elsewhere and may come back while we train.
 
+A partner met again and again is left aside for a while when others may come: see `company.py`.
+
 Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
 
 Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0.25 M for an answer, and once engaged
@@ -77,7 +79,7 @@ class GossipMachine(Moves):
     def _on_round(self, event: ev.RoundStarted) -> None:
         if self._state != "training":
             self._invalid("the round before has not been finished")
-        self._round, self._open = event.round, True
+        self._round, self._open, self._began = event.round, True, self._now
 
     def _on_proposal(self, event: ev.ProposalReady) -> None:
         if self._state != "training" or not self._open or event.round != self._round:
@@ -85,6 +87,7 @@ class GossipMachine(Moves):
         if self._draining:
             return self._finish_alone("this node is stopping")
         self._state = "seeking"
+        self._avoid_stale()
         self._advance()
         if self._open:
             self._out.set_timer("seek", self._now + SEEK_SHARE * self._spec.match_timeout_s)
@@ -101,6 +104,8 @@ class GossipMachine(Moves):
         for parked in [p for p in self._book.parked.values() if p.peer not in self._pairing.view]:
             self._refuse(parked.exchange_id, "refused")
         if self._state == "seeking":
+            if self._stale is not None and not self._pairing.view.keys() - {self._stale}:
+                self._forgive_stale()
             targets = self._pairing.targets(self._round)
             for sent in [s for s in self._book.sent.values() if s.peer not in targets]:
                 self._withdraw(sent, "no longer a candidate")
@@ -115,14 +120,14 @@ class GossipMachine(Moves):
         if (parked := self._take_parked()) is not None:
             return self._accept(parked.exchange_id, parked.peer, parked.round)
         room = len(self._book.sent) < FANOUT
-        taken = self._book.asked() | self._busy | self._excluded
+        taken = self._book.asked() | self._busy | self._excluded | {self._stale}
         if room and (fresh := [peer for peer in self._pairing.targets(self._round) if peer not in taken]):
             return self._offer(self._rng.choice(fresh))
         if room and self._busy:
             if "retry" not in self._out.timers:
                 pause = RETRY_SHARE * self._spec.match_timeout_s * 2 ** min(self._retries, 3)
                 self._out.set_timer("retry", self._now + pause * (0.5 + self._rng.random()))
-        elif not self._book.sent and not self._pairing.awaits(self._round, self._excluded):
+        elif not self._book.sent and self._stale is None and not self._pairing.awaits(self._round, self._excluded):
             self._finish_alone(self._pairing.why_alone(self._round))
 
     # --- peers' offers
@@ -142,6 +147,8 @@ class GossipMachine(Moves):
             return self._park(peer, offer, held=True)
         if self._state == "exchanging":
             return self._refuse(offer.exchange_id, "busy")
+        if peer == self._stale:
+            return self._park(peer, offer, held=True)
         active = self._book.active
         if active is None or not self._precedes(peer):
             return self._accept(offer.exchange_id, peer, offer.round)
@@ -163,7 +170,7 @@ class GossipMachine(Moves):
             refusal = self._refusal(parked.peer, parked.round)
             if refusal is not None:
                 self._refuse(parked.exchange_id, refusal)
-            elif self._pairing.due(parked.round, self._round):
+            elif parked.peer != self._stale and self._pairing.due(parked.round, self._round):
                 return self._book.parked.pop(parked.exchange_id)
         return None
 
@@ -276,6 +283,9 @@ class GossipMachine(Moves):
             self._out.count("gossip_unanswered")
             self._excluded.add(active.peer)
             self._out.add(do.ScorePeer(active.peer, "unanswered"))
+            self._advance()
+        elif name == "company":
+            self._stale = None
             self._advance()
         elif name == "retry":
             self._busy.clear()

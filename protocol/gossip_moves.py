@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 
 from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
+from peerloom.protocol.company import Company
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip_parts import MAX_PARKED, Book, Engaged, Outbox, Parked, Sent
 from peerloom.protocol.messages import DeclineReason, ExchangeId, Offer
@@ -40,6 +41,9 @@ class Moves:
         self._busy: set[PeerId] = set()  # declined for now: asked again after a pause
         self._excluded: set[PeerId] = set()  # not asked again this round
         self._shunned: set[PeerId] = set()  # at fault: not listened to this round either
+        self._company = Company(rng, SEEK_SHARE / 2 * spec.match_timeout_s)
+        self._stale: PeerId | None = None  # met too often: left aside while the "company" timer runs
+        self._began = 0.0
         self._retries = 0
         self._history: deque[tuple[ev.Event, State]] = deque(maxlen=HISTORY)
         self._now = 0.0
@@ -84,13 +88,16 @@ class Moves:
         assert self._open or state == "training", "a round is open until finished"
         assert state != "training" or not timers, "no timer while training"
         assert state != "seeking" or "seek" in timers, "seeking has an end"
-        waits = bool(book.sent) or "retry" in timers or self._pairing.awaits(self._round, self._excluded)
+        assert ("company" in timers) == (self._stale is not None), "the stale partner has its timer"
+        pausing = not timers.keys().isdisjoint({"retry", "company"})
+        waits = bool(book.sent) or pausing or self._pairing.awaits(self._round, self._excluded)
         assert state != "seeking" or waits, "seeking waits for something"
 
     # --- ending a round
 
     def _finish_with(self, engaged: Engaged) -> None:
         self._out.count("gossip_committed")
+        self._company.met(engaged.peer)
         if engaged.partner_round != self._round:
             self._out.count("gossip_stale_round")
         self._leave_round("")
@@ -110,6 +117,7 @@ class Moves:
             parked.held = True
             self._out.add(do.SendHold(parked.exchange_id))
         self._out.cancel_all()
+        self._stale = None
         self._busy.clear()
         self._excluded.clear()
         self._shunned.clear()
@@ -161,6 +169,20 @@ class Moves:
         for parked in self._book.deferred():
             self._refuse(parked.exchange_id, "busy")
         self._out.cancel_timer("retry")
+        self._forgive_stale()
+
+    def _avoid_stale(self) -> None:
+        """Leaves a partner met too often aside for a while, if somebody else may come."""
+        if self._spec.pairing != "rendezvous":
+            return
+        avoid = self._company.to_avoid(self._pairing.view.keys(), self._now - self._began)
+        if avoid is not None:
+            self._stale = avoid[0]
+            self._out.set_timer("company", self._now + avoid[1])
+
+    def _forgive_stale(self) -> None:
+        self._stale = None
+        self._out.cancel_timer("company")
 
     def _exclude(self, peer: PeerId, fault: str = "") -> None:
         self._excluded.add(peer)

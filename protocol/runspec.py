@@ -47,7 +47,7 @@ class ModelSpec(_Table):
     vocab_size: int = number(256, 2, 2**20, "tokens")
     hidden_size: int = number(128, 2, 2**16, "a multiple of heads")
     intermediate_size: int = number(352, 1, 2**18, "width of the feed-forward part")
-    layers: int = number(3, 1, 1024, "transformer blocks")
+    layers: int = number(2, 1, 1024, "transformer blocks")
     heads: int = number(4, 1, 1024, "attention heads")
     kv_heads: int = number(4, 1, 1024, "key and value heads; divides heads")
     tie_embeddings: bool = choice(True, "input and output embeddings are one matrix")
@@ -96,7 +96,7 @@ class TrainSpec(_Table):
     """The inner optimizer (AdamW) and what a step is."""
 
     batch_size: int = number(8, 1, 2**16, "sequences a step")
-    learning_rate: float = number(3e-3, 0, 10, "at the top of the schedule", open_low=True)
+    learning_rate: float = number(5e-3, 0, 10, "at the top of the schedule", open_low=True)
     warmup_steps: int = number(40, 0, 10**9, "steps of linear warm-up; below total_steps")
     total_steps: int = number(4000, 1, 10**9, "end of the cosine; the rate stays at its floor after it")
     min_lr_ratio: float = number(0.1, 0, 1, "the floor as a share of learning_rate")
@@ -105,8 +105,8 @@ class TrainSpec(_Table):
     eps: float = number(1e-8, 0, 1, "AdamW's", open_low=True)
     weight_decay: float = number(0.1, 0, 10, "AdamW's, decoupled")
     clip_norm: float = number(1.0, 0, 10**6, "of the gradient; 0: no clipping")
-    eval_batches: int = number(8, 1, 10**4, "held-out batches an evaluation")
-    eval_every_rounds: int = number(1, 1, 10**6, "rounds")
+    eval_batches: int = number(4, 1, 10**4, "held-out batches an evaluation")
+    eval_every_rounds: int = number(2, 1, 10**6, "rounds")
 
     def cross(self) -> Iterator[Fault]:
         if self.warmup_steps >= self.total_steps:
@@ -120,7 +120,7 @@ class TrainSpec(_Table):
 class GaslocSpec(_Table):
     """GASLoC in its basic form: one partner a round."""
 
-    local_steps: int = number(20, 1, 10**6, "H: optimizer steps between exchanges")
+    local_steps: int = number(30, 1, 10**6, "H: optimizer steps between exchanges")
     eta: float = number(1.0, 0, 10, "outer rate: y = theta_0 + eta (theta_H - theta_0)", open_low=True)
     alpha: float = number(1.0, 0, 4, "mixing: 1 is the exact mean of the pair", open_low=True, open_high=True)
     gamma: float = number(0.2, 0, 1, "outer momentum; 0: none", open_high=True)

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
+from .helpers import HELD
+
 GRACE_S = 5.0  # a process or thread that is ending may still be seen
 
 
@@ -72,6 +74,3 @@ def _children_but(known: set[psutil.Process]) -> list[str]:
 def _is_held(child: psutil.Process) -> bool:
     """A process that a fixture of a wider scope owns and ends, or Python's own tracker of shared memory."""
     return child.pid in HELD or "multiprocessing.resource_tracker" in " ".join(child.cmdline())
-
-
-HELD: set[int] = set()  # pids of processes started within a test for a fixture of a wider scope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +32,7 @@ from peerloom.node.grpc_wire import (
 )
 from peerloom.node.identity import Identity
 from peerloom.node.seams import ExchangeStream
-from peerloom.node.tls import Certificate, fingerprint, make_certificate
+from peerloom.node.tls import TARGET_NAME, Certificate, fingerprint, make_certificate, pinned_pem
 from peerloom.protocol import codec, handshake, limits
 from peerloom.protocol.errors import (
     AuthenticationError,
@@ -94,11 +95,15 @@ class Raw:
 
 
 async def status_of(call: Any) -> tuple[Any, str]:
-    """How a raw call ended."""
+    """How a raw call ended; grpc holds the status back until all messages are read."""
+    with contextlib.suppress(aio.AioRpcError):
+        while await call.read() is not aio.EOF:
+            pass
     return await call.code(), await call.details()
 
 
-async def test_garbage_in_an_exchange_is_malformed(swarm: Swarm) -> None:
+async def test_garbage_in_an_exchange_is_malformed(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_stream, "DRAIN_S", 0.05)
     handler = Handler()
     _, record = await swarm.server(handler)
     async with Raw(record) as raw:
@@ -132,8 +137,8 @@ async def test_garbage_to_a_proven_call_is_malformed(swarm: Swarm, path: str) ->
 async def test_an_oversize_message_is_refused_unread(swarm: Swarm) -> None:
     handler = Handler()
     _, record = await swarm.server(handler)
-    credentials = grpc.ssl_channel_credentials(root_certificates=grpc_client.pinned_pem(record.cert_der))
-    options = (("grpc.ssl_target_name_override", grpc_client.TARGET_NAME), ("grpc.max_send_message_length", -1))
+    credentials = grpc.ssl_channel_credentials(root_certificates=pinned_pem(record.cert_der))
+    options = (("grpc.ssl_target_name_override", TARGET_NAME), ("grpc.max_send_message_length", -1))
     async with Raw(record) as raw:
         await raw.channel.close()
         raw.channel = aio.secure_channel(record.addresses[0], credentials, options=options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -367,7 +368,7 @@ async def test_leaving_a_fetch_stops_the_donor(swarm: Swarm) -> None:
 )
 @pytest.mark.parametrize("stranger", ["client", "server"])
 async def test_a_mismatch_is_refused_with_both_sides_values(
-    swarm: Swarm, stranger: str, changes: dict[str, object], expected: type[Exception], values: list[str]
+    swarm: Swarm, stranger: str, changes: dict[str, Any], expected: type[Exception], values: list[str]
 ) -> None:
     _, record = await swarm.server(Handler(), **(changes if stranger == "server" else {}))
     client = swarm.client(**(changes if stranger == "client" else {}))
