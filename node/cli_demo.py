@@ -70,7 +70,7 @@ def _observer(folder: Path) -> Watch:
         from peerloom.node.observer import watch_swarm
 
         config = load_config(home=folder / "observer", listen="127.0.0.1", port=0, grpc_port=0)
-        async for statuses in watch_swarm(config, invites, WATCH_S):
+        async for _, statuses in watch_swarm(config, invites, WATCH_S):
             yield statuses
 
     return watch

@@ -40,27 +40,23 @@ async def _once(config: NodeConfig, invites: list[str], as_json: bool) -> int:
     from peerloom.node.observer import swarm_status
 
     spec, statuses = await swarm_status(config, invites)
-    screen = _Screen(spec, as_json=as_json)
-    return screen.show(statuses)
+    return _Screen(as_json=as_json).show(spec, statuses)
 
 
 async def _watch(config: NodeConfig, invites: list[str], as_json: bool) -> int:
-    from peerloom.node.observer import swarm_status, watch_swarm
+    from peerloom.node.observer import watch_swarm
 
-    spec, statuses = await swarm_status(config, invites)
-    view = LastHeard()
-    with _Screen(spec, as_json=as_json, live=True) as screen:
-        screen.show(view.observe(statuses))
-        async for statuses in watch_swarm(config, invites, INTERVAL_S):
-            screen.show(view.observe(statuses))
+    view, screen = LastHeard(), _Screen(as_json=as_json, live=True)
+    with screen:
+        async for spec, statuses in watch_swarm(config, invites, INTERVAL_S):
+            screen.show(spec, view.observe(statuses))
     return OK
 
 
 class _Screen:
     """Where it is shown: JSON lines, a table that stays in place, or tables one after another."""
 
-    def __init__(self, spec: RunSpec, *, as_json: bool, live: bool = False) -> None:
-        self._spec = spec
+    def __init__(self, *, as_json: bool, live: bool = False) -> None:
         self._as_json = as_json
         self._console = Console()
         self._live = Live(console=self._console) if live and not as_json and self._console.is_terminal else None
@@ -74,14 +70,14 @@ class _Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, statuses: list[NodeStatus]) -> int:
+    def show(self, spec: RunSpec, statuses: list[NodeStatus]) -> int:
         """Shows one observation and returns its health."""
         now = time.time()
         rows = rows_of(statuses, now)
         if self._as_json:
-            print(json.dumps(to_json(self._spec, self._spec.run_id, rows, now)), flush=True)
+            print(json.dumps(to_json(spec, spec.run_id, rows, now)), flush=True)
         elif self._live is not None:
-            self._live.update(render(self._spec, self._spec.run_id, rows))
+            self._live.update(render(spec, spec.run_id, rows))
         else:
-            self._console.print(render(self._spec, self._spec.run_id, rows))
+            self._console.print(render(spec, spec.run_id, rows))
         return health_of(rows)

@@ -246,6 +246,10 @@ class DhtDiscovery:
             if entry.record is not None and peer != self.peer_id and entry.issued_at <= now + records.SKEW_S
         ]
 
+    def left(self) -> dict[PeerId, float]:
+        """Who has withdrawn its record, and when (Unix seconds), as far as the last `peers` saw."""
+        return {peer: entry.issued_at for peer, entry in self._seen.items() if entry.record is None}
+
     def _look_for_rival(self) -> None:
         entry, own = self._seen.get(self.peer_id), self._own
         if entry is None or entry.record is None or own.record is None or self.rival is not None:

@@ -35,6 +35,7 @@ from peerloom.protocol.types import Encoding, PeerId, PeerRecord
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_S = 10.0  # a peer that opens a stream and says nothing for this long is cut off
+EARLY_S = 1e-3  # a loop may fire a timer a little early: sleeping for the rest would spin
 LAST_WORD_S = 1.0  # what an acknowledgement or a refusal gets to leave before close() ends its stream
 
 
@@ -376,7 +377,7 @@ class GossipDriver:
         """Ends a transfer, or a stream that is over, in which no byte has moved for stall_s."""
         await exchange.watched.wait()
         left = exchange.stall_s
-        while left > 0.0:
+        while left > EARLY_S:
             await asyncio.sleep(left)
             left = exchange.moved_at + exchange.stall_s - self._clock.monotonic()
         raise LinkError(f"no byte moved for {exchange.stall_s:.1f} s")

@@ -12,6 +12,7 @@ from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.messages import ExchangeMessage
 from peerloom.protocol.types import PeerId
 
+EARLY_S = 1e-6  # a loop may fire a timer this much early: waiting for the rest would spin
 CAPACITY = 4  # messages under way before the sender waits, as with grpc's windows and 1 MiB chunks
 
 
@@ -45,7 +46,7 @@ class Pipe:
                 raise self._failure
             if self._under_way and not self._silent:
                 at, item = self._under_way[0]
-                if (left := at - self._clock.monotonic()) <= 0.0:
+                if (left := at - self._clock.monotonic()) <= EARLY_S:
                     return self._take(item)
                 await self._change(left)
             else:

@@ -7,7 +7,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
@@ -19,7 +19,7 @@ from peerloom.node.tls import make_certificate
 from peerloom.protocol.errors import PeerError, RunMismatch, VersionMismatch
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import NodeStatus, PeerRecord
+from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
 ANSWER_S = 3.0
 MAX_ASKED_AT_ONCE = 32
@@ -32,12 +32,29 @@ class Observer:
     spec: RunSpec
     discovery: DhtDiscovery
     transport: GrpcTransport
+    _known: dict[PeerId, PeerRecord] = field(default_factory=dict)
 
     async def look(self) -> list[NodeStatus]:
-        """All nodes: as they answer, or as their record says when they do not."""
+        """All nodes: as they answer, or as their record says when they do not.
+
+        One that has withdrawn its record since the last look is there once more, as draining, so that a watch can tell
+        it from one that fell silent.
+        """
         limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
         records = await self.discovery.peers()
-        return list(await asyncio.gather(*(self._ask(record, limit) for record in records)))
+        seen = await asyncio.gather(*(self._ask(record, limit) for record in records))
+        return [*seen, *self._left(records)]
+
+    def _left(self, records: list[PeerRecord]) -> list[NodeStatus]:
+        before = dict(self._known)
+        self._known.update({record.peer_id: record for record in records})
+        left = {peer: at for peer, at in self.discovery.left().items() if peer in self._known}
+        for peer in left:
+            del self._known[peer]
+        return [
+            NodeStatus(record=replace(before[peer], state="draining", reason="it has left", issued_at=at))
+            for peer, at in left.items()
+        ]
 
     async def _ask(self, record: PeerRecord, limit: asyncio.Semaphore) -> NodeStatus:
         try:
@@ -87,10 +104,12 @@ async def swarm_status(config: NodeConfig, invites: list[str]) -> tuple[RunSpec,
         return observer.spec, await observer.look()
 
 
-async def watch_swarm(config: NodeConfig, invites: list[str], interval_s: float) -> AsyncIterator[list[NodeStatus]]:
+async def watch_swarm(
+    config: NodeConfig, invites: list[str], interval_s: float
+) -> AsyncIterator[tuple[RunSpec, list[NodeStatus]]]:
     """Looks every `interval_s` seconds until closed."""
     async with AsyncExitStack() as stack:
         observer = await open_observer(invites, stack)
         while True:
-            yield await observer.look()
+            yield observer.spec, await observer.look()
             await asyncio.sleep(interval_s)

@@ -86,6 +86,8 @@ class Trainer:
             ready = await self._unless_draining(self._worker.start(self._setup(), self._progress))
             self._context.phases.mark("worker")
             self._facts.ready(ready)
+            if ready.note:
+                log.warning("%s", ready.note)
             self._donor = Donor(self._clock, ready.layout_digest, self._take_snapshot)
             await self._unless_draining(self._find_place(ready))
             self._context.phases.mark("place in the swarm")

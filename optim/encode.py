@@ -2,7 +2,9 @@
 
 "fp32" is exact, NaN payloads included. "bf16" rounds to nearest, ties to even; a finite value beyond bf16's range
 becomes an infinity of its sign, infinities stay, and every NaN becomes the one NaN 0x7FC0, so that equal input gives
-equal bytes on every device. Neither direction refuses non-finite numbers: ask `count_non_finite`, which reads bytes.
+equal bytes on every device. Neither direction of these two refuses non-finite numbers: ask `count_non_finite`, which
+reads bytes. "int8" is in blocks with stochastic rounding (`int8.py`): encoding needs a `Dither` and refuses non-finite
+numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Encoding = Literal["fp32", "bf16"]
+from peerloom.optim import int8
+from peerloom.optim.int8 import Dither
+
+Encoding = Literal["fp32", "bf16", "int8"]
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CANONICAL_NAN = 0x7FC0
@@ -22,17 +27,25 @@ _CHUNK = 1 << 18  # elements handled at a time, which bounds the scratch memory
 
 def encoded_bytes(numel: int, encoding: Encoding) -> int:
     """The length of `numel` encoded parameters."""
-    return numel * _dtype(encoding).itemsize
+    return int8.encoded_bytes(numel) if encoding == "int8" else numel * _dtype(encoding).itemsize
 
 
-def encode(y: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
+def encode(y: Tensor, encoding: Encoding, out: Tensor | None = None, dither: Dither | None = None) -> Tensor:
     """The bytes of y (flat fp32), written to `out` (flat uint8, same length) or to a new tensor on y's device.
 
-    Raises ValueError where a tensor has another dtype, shape or length.
+    Raises ValueError where a tensor has another dtype, shape or length; for "int8", without `dither` and where y is not
+    finite (`out` is then half written).
     """
     _check_flat("y", y, torch.float32)
     if out is None:
         out = torch.empty(encoded_bytes(y.numel(), encoding), dtype=torch.uint8, device=y.device)
+    if encoding == "int8":
+        if dither is None:
+            raise ValueError("int8 rounds at random and needs a dither: (seed, round, sender)")
+        scales, bytes_ = _int8_parts("out", out, y.numel())
+        with torch.no_grad():
+            int8.write(y, scales, bytes_, dither)
+        return _swap_scales(out, y.numel())
     numbers = _as_numbers("out", out, encoding, y.numel())
     with torch.no_grad():
         for start in range(0, y.numel(), _CHUNK):
@@ -46,8 +59,12 @@ def decode(buf: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor
     Raises ValueError where a tensor has another dtype, shape or length.
     """
     if out is None:
-        out = torch.empty(buf.numel() // _dtype(encoding).itemsize, dtype=torch.float32, device=buf.device)
+        out = torch.empty(_numel_of(buf, encoding), dtype=torch.float32, device=buf.device)
     _check_flat("out", out, torch.float32)
+    if encoding == "int8":
+        with torch.no_grad():
+            int8.read(*_readable_int8(buf, out.numel()), out)
+        return out
     if sys.byteorder == "big":
         buf = _little_endian(buf.clone(), encoding)
     with torch.no_grad():
@@ -57,6 +74,8 @@ def decode(buf: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor
 
 def count_non_finite(buf: Tensor, encoding: Encoding) -> int:
     """How many of the numbers that `buf` (flat uint8) holds are NaN or infinite."""
+    if encoding == "int8":
+        return int8.count_non_finite(*_readable_int8(buf, _numel_of(buf, encoding)))
     if sys.byteorder == "big":
         buf = _little_endian(buf.clone(), encoding)
     numbers = _as_numbers("buf", buf, encoding, buf.numel() // _dtype(encoding).itemsize)
@@ -64,9 +83,34 @@ def count_non_finite(buf: Tensor, encoding: Encoding) -> int:
     return sum(int(numbers[start : start + _CHUNK].isfinite().logical_not().sum()) for start in starts)
 
 
+def _numel_of(buf: Tensor, encoding: str) -> int:
+    return int8.numel_of(buf.numel()) if encoding == "int8" else buf.numel() // _dtype(encoding).itemsize
+
+
+def _int8_parts(name: str, raw: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    _check_flat(name, raw, torch.uint8)
+    expected = int8.encoded_bytes(numel)
+    if raw.numel() != expected:
+        raise ValueError(f"{name} has {raw.numel()} bytes; {numel} parameters in int8 take {expected}")
+    _check_aligned(name, raw, 4)
+    return int8.split(raw, numel)
+
+
+def _readable_int8(buf: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    return _int8_parts("buf", _swap_scales(buf.clone(), numel) if sys.byteorder == "big" else buf, numel)
+
+
+def _swap_scales(raw: Tensor, numel: int) -> Tensor:
+    """Swaps the bytes of the scales in place where this machine is big-endian."""
+    if sys.byteorder == "big":
+        head = raw[: int8.encoded_bytes(numel) - numel]
+        _little_endian(head, "fp32")
+    return raw
+
+
 def _dtype(encoding: str) -> torch.dtype:
     if encoding not in _DTYPES:
-        raise ValueError(f"unknown encoding {encoding!r}; it must be one of {', '.join(_DTYPES)}")
+        raise ValueError(f"unknown encoding {encoding!r}; it must be one of {', '.join(_DTYPES)}, int8")
     return _DTYPES[encoding]
 
 
@@ -85,11 +129,13 @@ def _as_numbers(name: str, raw: Tensor, encoding: str, numel: int) -> Tensor:
         raise ValueError(
             f"{name} has {raw.numel()} bytes; {numel} parameters in {encoding} take {numel * dtype.itemsize}"
         )
-    if raw.storage_offset() % dtype.itemsize:
-        raise ValueError(
-            f"{name} starts at byte {raw.storage_offset()} of its storage, not on a multiple of {dtype.itemsize}"
-        )
+    _check_aligned(name, raw, dtype.itemsize)
     return raw.view(dtype)
+
+
+def _check_aligned(name: str, raw: Tensor, size: int) -> None:
+    if raw.storage_offset() % size:
+        raise ValueError(f"{name} starts at byte {raw.storage_offset()} of its storage, not on a multiple of {size}")
 
 
 def _write(target: Tensor, source: Tensor) -> None:

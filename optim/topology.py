@@ -150,6 +150,18 @@ def random_matching(n: int, seed: int, round: int) -> list[tuple[int, int]]:
     return sorted((min(i, j), max(i, j)) for i, j in zip(order[0::2], order[1::2], strict=False))
 
 
+def two_peer(n: int, seed: int, round: int) -> Graph:
+    """The union of two independent random matchings, weight 1/2 each; an edge that is in both has weight 1.
+
+    They are `random_matching` of rounds 2 * round and 2 * round + 1. With alpha = 1 a node keeps half of its own and
+    takes a quarter from each of two peers.
+    """
+    weights: dict[tuple[int, int], float] = {}
+    for pair in random_matching(n, seed, 2 * round) + random_matching(n, seed, 2 * round + 1):
+        weights[pair] = weights.get(pair, 0.0) + 0.5
+    return Graph(n, tuple(Edge(i, j, weight) for (i, j), weight in weights.items()))
+
+
 class Tuning(NamedTuple):
     """A step size, a momentum, and the factor by which they shrink the consensus error a round."""
 

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.events import Event, PeersChanged
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.peer_id import peer_id_of
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import GaslocSpec, RunSpec, TrainSpec
 from peerloom.protocol.types import PeerId
 
 LOCAL_STEPS, STEP_S = 10, 0.2  # a round trains two seconds
@@ -46,7 +47,7 @@ NOWHERE = Path("nowhere")
 def spec(seed: int = 1, **gasloc: Any) -> RunSpec:
     """A run's spec with short rounds."""
     table = {"local_steps": LOCAL_STEPS, "match_timeout_s": TIMEOUT_S, "max_round_skew": 3, **gasloc}
-    return RunSpec(seed=seed, gasloc=GaslocSpec(**table))
+    return RunSpec(seed=seed, train=TrainSpec(eval_every_rounds=1), gasloc=GaslocSpec(**table))
 
 
 def identity(index: int) -> PeerId:
@@ -204,6 +205,9 @@ class Swarm:
             await member.node.run()
         except PeerloomError as error:
             member.failure = error
+        except Exception as error:
+            member.failure = error
+            self.errors.append("".join(traceback.format_exception(error)))
         finally:
             await member.transport.stop()
             member.counters.update(member.facts.counters)
@@ -260,6 +264,7 @@ class Swarm:
         """Waits for a condition; fails after `within_s` of virtual time."""
         end = self.clock.monotonic() + within_s
         while not holds():
+            assert not self.errors, self.errors[0]
             assert self.clock.monotonic() < end, f"not within {within_s:g} s: {what}; {self.summary()}"
             await asyncio.sleep(every_s)
 
