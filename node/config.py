@@ -241,7 +241,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if len(data) > MAX_TOML_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_TOML_BYTES} bytes; is it the right file?")
         return tomllib.loads(data.decode("utf-8-sig"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a home that is a file is the folders' to refuse
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; move it away or change its permissions") from error

@@ -87,7 +87,7 @@ def quiet_libraries(verbosity: int | None = None) -> None:
         verbosity = 2 if logging.getLogger().level == logging.DEBUG else 0
     if verbosity < 2:
         os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")  # read when hivemind is imported
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core writes to stderr by itself
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr what it raises anyway
     below = tuple(f"{name}." for name in THIRD_PARTY)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(below)]:
         logging.getLogger(name).setLevel(logging.NOTSET)  # hivemind gives each of its loggers a level

@@ -19,11 +19,11 @@ BF16_EXPONENT = np.uint16(0x7F80)
 def outgoing(payload: memoryview) -> Iterator[Chunk | PayloadEnd]:
     """Cuts a payload into chunks of CHUNK_BYTES, with its BLAKE3 digest at the end.
 
-    Each chunk is copied, so that nothing on its way out changes when the worker goes on.
+    Each chunk is a view, hashed as it is handed out: encode it at once, before the worker can go on and change it.
     """
     digest = blake3()
     for offset in range(0, len(payload), CHUNK_BYTES):
-        data = bytes(payload[offset : offset + CHUNK_BYTES])
+        data = payload[offset : offset + CHUNK_BYTES]
         digest.update(data)
         yield Chunk(offset, data)
     yield PayloadEnd(digest.digest())

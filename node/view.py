@@ -109,7 +109,7 @@ class SwarmView:
                 continue
 
     async def watch(self) -> None:
-        """Reads the others' records every REFRESH_S, every LOOKOUT_S while nobody may be paired with; until cancelled."""
+        """Reads the others' records every REFRESH_S, or LOOKOUT_S while nobody may be paired with; until cancelled."""
         while True:
             await self.refresh()
             await asyncio.sleep(REFRESH_S if self.live() else LOOKOUT_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import get_args
+from typing import TypeVar, get_args
 
 from peerloom.protocol import limits
 from peerloom.protocol.errors import LimitExceeded, MalformedMessage
+
+Octets = TypeVar("Octets", bytes, memoryview, bytes | memoryview)
 
 _HEX = re.compile(r"[0-9a-f]*")
 _BASE58 = re.compile(r"[1-9A-HJ-NP-Za-km-z]+")
@@ -75,7 +77,7 @@ def octets(what: str, value: bytes, length: int) -> bytes:
     return value
 
 
-def bounded(what: str, value: bytes, limit: int) -> bytes:
+def bounded(what: str, value: Octets, limit: int) -> Octets:
     """1 to `limit` bytes."""
     limits.check_size(what, len(value), limit)
     if not value:

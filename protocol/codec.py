@@ -37,6 +37,10 @@ from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, Pee
 
 M = TypeVar("M", bound=Message)
 
+# what precedes the fields of a chunk in its envelope: (field number << 3) | wire type
+_CHUNK, _OFFSET, _DATA = (bytes([number << 3 | kind]) for number, kind in ((5, 2), (1, 0), (2, 2)))
+_VARINT_BYTES = 9  # that hold 63 bits
+
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
@@ -48,11 +52,15 @@ class StreamEnd:
 
 def encode_exchange(message: ExchangeMessage | StreamEnd) -> bytes:
     """One envelope of Gossip.Exchange."""
+    if isinstance(message, Chunk):
+        return _written_chunk(message)
     return _serialize(_exchange_envelope(message))
 
 
 def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
-    """The message in an envelope of Gossip.Exchange."""
+    """The message in an envelope of Gossip.Exchange; a chunk's data may be a view of `data`."""
+    if (chunk := _read_chunk(data)) is not None:
+        return chunk
     envelope = _parse(gossip_pb2.ExchangeEnvelope, data)
     match envelope.WhichOneof("message"):
         case "offer":
@@ -66,8 +74,7 @@ def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
             detail = checks.text("detail", envelope.decline.detail, limits.MAX_TEXT_CHARS)
             return Decline(cast(DeclineReason, reason), detail)
         case "chunk":
-            offset = checks.whole("chunk offset", envelope.chunk.offset, limits.MAX_PAYLOAD_BYTES)
-            return Chunk(offset, checks.bounded("chunk", envelope.chunk.data, limits.CHUNK_BYTES))
+            return _checked_chunk(envelope.chunk.offset, envelope.chunk.data)
         case "payload_end":
             return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.DIGEST_BYTES))
         case "commit":
@@ -259,12 +266,64 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _exchange_envelope(message: ExchangeMessage | StreamEnd) -> gossip_pb2.ExchangeEnvelope:
+def _written_chunk(chunk: Chunk) -> bytes:
+    """The envelope as protobuf writes it, byte for byte, with one copy of the data where its classes make four."""
+    size = len(chunk.data)
+    limits.check_size("chunk", size, limits.CHUNK_BYTES)
+    head = _OFFSET + _varint(chunk.offset) if chunk.offset else b""
+    if size:
+        head += _DATA + _varint(size)
+    return b"".join((_CHUNK, _varint(len(head) + size), head, chunk.data))
+
+
+def _read_chunk(data: bytes) -> Chunk | None:
+    """The chunk of an envelope laid out as `_written_chunk` does, uncopied; None for another, which protobuf reads."""
+    if data[:1] != _CHUNK:
+        return None
+    size, at = _read_varint(data, 1)
+    if size != len(data) - at:
+        return None
+    offset = 0
+    if data[at : at + 1] == _OFFSET:
+        offset, at = _read_varint(data, at + 1)
+    if data[at : at + 1] != _DATA:
+        return None
+    size, at = _read_varint(data, at + 1)
+    return _checked_chunk(offset, memoryview(data)[at:]) if size == len(data) - at else None
+
+
+def _checked_chunk(offset: int, data: bytes | memoryview) -> Chunk:
+    offset = checks.whole("chunk offset", offset, limits.MAX_PAYLOAD_BYTES)
+    return Chunk(offset, checks.bounded("chunk", data, limits.CHUNK_BYTES))
+
+
+def _varint(value: int) -> bytes:
+    """Protobuf's encoding of a number of at most 63 bits: seven a byte, the lowest first."""
+    if not 0 <= value <= limits.MAX_COUNT:
+        raise ValueError(f"{value} is not from 0 to {limits.MAX_COUNT}")
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at` and where it ends; (-1, at) for one cut short or of more than 63 bits."""
+    value = 0
+    for index, byte in enumerate(data[at : at + _VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, at + index + 1
+    return -1, at
+
+
+def _exchange_envelope(
+    message: Offer | Hold | Accept | Decline | PayloadEnd | Commit | Ack | Withdraw | StreamEnd,
+) -> gossip_pb2.ExchangeEnvelope:
     envelope = gossip_pb2.ExchangeEnvelope
     match message:
-        case Chunk(offset, data):
-            limits.check_size("chunk", len(data), limits.CHUNK_BYTES)
-            return envelope(chunk=gossip_pb2.Chunk(offset=offset, data=bytes(data)))
         case Offer():
             offer = gossip_pb2.Offer(
                 exchange_id=message.exchange_id,

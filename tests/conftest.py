@@ -48,10 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _threads_but(known: set[threading.Thread]) -> list[str]:
+    """The default executor of a test's loop is not one: it ends with the loop, after the fixtures."""
     return [
         f"thread {thread.name}"
         for thread in threading.enumerate()
-        if thread not in known and not thread.daemon and thread.is_alive()
+        if thread not in known and not thread.daemon and thread.is_alive() and not thread.name.startswith("asyncio_")
     ]
 
 

@@ -340,6 +340,7 @@ batch_size = 2
 warmup_steps = 10
 total_steps = 100000
 eval_batches = 2
+eval_every_rounds = 1
 [gasloc]
 local_steps = {local_steps}
 pairing = "{pairing}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..helpers import Swarm, swarm_folder, write_run
+from tests.helpers import Swarm, swarm_folder, write_run
 
 
 @pytest.fixture(scope="package")

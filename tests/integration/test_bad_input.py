@@ -31,19 +31,18 @@ from peerloom.protocol.errors import (
     VersionMismatch,
 )
 from peerloom.protocol.invite import parse_invite
-
-from ..helpers import Node, Swarm, run_peer, sentence, write_run
-from ..unit.node.discovery_swarm import ShiftedClock
+from tests.helpers import Node, Swarm, run_peer, sentence, write_run
+from tests.unit.node.discovery_swarm import ShiftedClock
 
 pytestmark = pytest.mark.slow
 
 OTHER_PEER = "12D3KooWGRUacDBgNRcV6Hd2hbhg6XvGGwQwKNXPK9mcaCVGtC1J"
 
 
-def refused(kind: type[PeerloomError], *arguments: str, **variables: str) -> str:
+def refused(kind: type[PeerloomError], *arguments: str) -> str:
     """Runs a command that must fail so, and returns its one sentence."""
     assert kind.exit_code in exit_codes()
-    return sentence(run_peer(*arguments, **variables), kind.exit_code)
+    return sentence(run_peer(*arguments), kind.exit_code)
 
 
 def local(home: Path) -> tuple[str, ...]:
@@ -135,8 +134,7 @@ def test_a_run_file_of_another_run(swarm: Swarm, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
 def test_a_port_of_another_program(tmp_path: Path, port: int, flag: str) -> None:
     told = refused(PortInUse, "bootstrap", *local(tmp_path / "home"), flag, str(port))
-    assert f"127.0.0.1:{port} is in use" in told or f"port {port}" in told
-    assert "another" in told
+    assert f"127.0.0.1:{port}" in told and "another" in told
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
@@ -202,7 +200,7 @@ def test_a_spec_with_bad_values(tmp_path: Path) -> None:
 
 
 def test_a_bad_setting(tmp_path: Path) -> None:
-    told = refused(ConfigError, "bootstrap", *local(tmp_path / "home"), PEER_PORT="99999")
+    told = sentence(run_peer("bootstrap", *local(tmp_path / "home"), PEER_PORT="99999"), ConfigError.exit_code)
     assert "PEER_PORT" in told and "65535" in told
 
 

@@ -22,8 +22,7 @@ from peerloom.optim.flat import FlatParameters
 from peerloom.optim.gasloc import gossip_round
 from peerloom.optim.topology import Graph
 from peerloom.protocol.runspec import RunSpec
-
-from ..helpers import Node, Swarm, swarm_folder, write_run
+from tests.helpers import Node, Swarm, swarm_folder, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -101,11 +100,9 @@ def test_a_swarm_over_grpc_is_the_stacked_reference(
     checkpoints = [saved(node) for node in nodes]
     events = [{event["round"]: event for event in node.rounds()} for node in nodes]
     ids = [load_or_create(node.home / "identity.key").peer_id for node in nodes]
-    known = set.intersection(*(set(found) for found in (*events, *checkpoints)))
+    known = events[0].keys() & events[1].keys() & checkpoints[0].keys() & checkpoints[1].keys()
     first = min(round for round in known if events[0][round]["partner"] and events[1][round]["partner"])
-    replays = [
-        Replay(node, spec, tmp_path, found[first]) for node, found in zip(nodes, checkpoints, strict=True)
-    ]
+    replays = [Replay(node, spec, tmp_path, found[first]) for node, found in zip(nodes, checkpoints, strict=True)]
     theta = torch.stack([found[first].theta for found in checkpoints])
     previous = torch.stack([found[first].previous for found in checkpoints])
     gasloc, met = spec.gasloc, 0

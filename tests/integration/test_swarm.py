@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +14,11 @@ import pytest
 
 from peerloom.node.failures import OK
 from peerloom.protocol.runspec import RunSpec
-
-from ..helpers import Node, Swarm, run_peer, wait_for
+from tests.helpers import Node, Swarm, run_peer, wait_for
 
 pytestmark = pytest.mark.slow
 
+Report = Callable[[str, object], None]
 BUSY_S = 1.0  # by which a timer may be late on a machine with more to do than cores
 
 
@@ -32,6 +34,10 @@ def assert_no_batch_repeated(node: Node) -> None:
         assert begin >= end, f"batches from {begin} on were drawn again"
 
 
+def met(node: Node, peer_id: str) -> bool:
+    return any(event["partner"] == peer_id for event in node.rounds())
+
+
 def row_of(swarm: Swarm, name: str) -> dict[str, Any]:
     """A node's line, once it trains."""
     return swarm.watcher().wait_for_node(
@@ -39,7 +45,7 @@ def row_of(swarm: Swarm, name: str) -> dict[str, Any]:
     )
 
 
-def test_two_joiners_find_and_teach_each_other(swarm: Swarm, record_property: pytest.RecordProperty) -> None:
+def test_two_joiners_find_and_teach_each_other(swarm: Swarm, record_property: Report) -> None:
     watcher = swarm.watcher()
     a, b = swarm.trainer("a"), swarm.trainer("b")
     b.wait_for_rounds(1)
@@ -47,10 +53,7 @@ def test_two_joiners_find_and_teach_each_other(swarm: Swarm, record_property: py
     rows = [watcher.wait_for_node(f"{node.name} is listed", node.name, lambda row: True) for node in (a, b)]
     record_property("listed_after_s", time.monotonic() - since)
     for node, other in ((a, rows[1]), (b, rows[0])):
-        partner = other["peer_id"]
-        node.wait_for(
-            "an exchange with the other", lambda n=node, p=partner: any(r["partner"] == p for r in n.rounds())
-        )
+        node.wait_for("an exchange with the other", partial(met, node, other["peer_id"]))
     first, last = a.rounds()[0], a.wait_for_rounds(5)[-1]
     assert last["held_out_loss"] < first["held_out_loss"] - 0.5
     code, seen = swarm.status()
@@ -73,9 +76,7 @@ def test_a_late_joiner_begins_where_its_donor_is(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_node_told_to_stop_saves_and_withdraws(
-    swarm: Swarm, number: signal.Signals, record_property: pytest.RecordProperty
-) -> None:
+def test_a_node_told_to_stop_saves_and_withdraws(swarm: Swarm, number: signal.Signals, record_property: Report) -> None:
     swarm.trainers("a", "b")
     node, watcher = swarm.nodes["b"], swarm.watcher()
     row_of(swarm, "b")
@@ -91,7 +92,7 @@ def test_a_node_told_to_stop_saves_and_withdraws(
     wait_for("a watch that no longer lists the node", lambda: not listed())
 
 
-def test_a_killed_node_is_seen_and_comes_back(swarm: Swarm, record_property: pytest.RecordProperty) -> None:
+def test_a_killed_node_is_seen_and_comes_back(swarm: Swarm, record_property: Report) -> None:
     a, b = swarm.trainers("a", "b")
     row, before = row_of(swarm, "a"), len(b.rounds())
     a.process.kill()

@@ -134,7 +134,8 @@ class Swarm:
     def handled(self, peer: PeerId, event: Event, effects: Iterable[Effect]) -> None:
         """Adds an event of a machine, and its effects."""
         if isinstance(event, PeersChanged):
-            self.note(peer, "event", "PeersChanged " + " ".join(f"{seen.peer[-6:]}:{seen.round}" for seen in event.peers))
+            view = " ".join(f"{seen.peer[-6:]}:{seen.round}" for seen in event.peers)
+            self.note(peer, "event", f"PeersChanged {view}")
         else:
             self.note(peer, "event", event)
         for effect in effects:
@@ -260,7 +261,9 @@ class Swarm:
             for b in right:
                 change(identity(a), identity(b))
 
-    async def until(self, what: str, holds: Callable[[], bool], *, within_s: float = 600.0, every_s: float = 0.25) -> None:
+    async def until(
+        self, what: str, holds: Callable[[], bool], *, within_s: float = 600.0, every_s: float = 0.25
+    ) -> None:
         """Waits for a condition; fails after `within_s` of virtual time."""
         end = self.clock.monotonic() + within_s
         while not holds():
@@ -279,10 +282,8 @@ class Swarm:
 
     def summary(self) -> str:
         """One line for a failed assertion."""
-        parts = [
-            f"{m.index}: {m.facts.state}/{m.facts.round} {m.failure or ''}" for m in self.members if m.context is not None
-        ]
-        return "; ".join(parts)
+        lived = [member for member in self.members if member.lives]
+        return "; ".join(f"{m.index}: {m.facts.state}/{m.facts.round} {m.failure or ''}" for m in lived)
 
     # what a test reads
 

@@ -28,7 +28,7 @@ def test_killed_node_resumes_and_nobody_waits_for_it() -> None:
         await swarm.until("it trains", lambda: swarm.members[1].facts.state == "training", within_s=30)
         assert swarm.members[1].facts.tokens > 0
         first = swarm.members[1].rounds
-        await swarm.until_round(swarm.members[0].facts.round + 3, 1)
+        await swarm.until_round(swarm.members[0].facts.round + 8, 1)
         await swarm.drain()
         second_life = [line for line in first if line["life"] == 2]
         assert any(line["partner"] is not None for line in second_life)
@@ -86,9 +86,10 @@ def test_donor_dies_midway_and_the_next_one_goes_on() -> None:
         for index in range(3):  # 256 bytes of state take 12 s
             swarm.hub.set_link(swarm.members[index].peer_id, joiner.peer_id, latency_s=0.02, bandwidth=40.0)
         swarm.start(3)
-        await swarm.until("it fetches", lambda: joiner.node is not None and joiner.facts.state == "fetching", within_s=30)
+        await swarm.until("it fetches", lambda: joiner.facts.state == "fetching", within_s=30)
         await asyncio.sleep(3)
-        asked = [m.index for m in swarm.members[:3] if any("serve-fetch" in t.get_name() for t in m.transport._jobs)]
+        open_to = {each.peers[1] for each in swarm.hub._connections if each.peers[0] == joiner.peer_id}
+        asked = [member.index for member in swarm.members if member.peer_id in open_to]
         assert len(asked) == 1
         await swarm.kill(asked[0])
         await swarm.until("it adopts", lambda: bool(joiner.adopted), within_s=60)
@@ -157,6 +158,7 @@ def test_two_halves_heal() -> None:
     assert swarm.longest_wait() <= TIMEOUT_S + SLACK_S
 
 
+@pytest.mark.slow
 def test_half_an_hour_of_kills_and_restarts() -> None:
     async def fate(swarm: Swarm, index: int, rng: random.Random) -> None:
         for _ in range(4):
@@ -176,10 +178,12 @@ def test_half_an_hour_of_kills_and_restarts() -> None:
         await swarm.drain()
         assert all(member.failure is None for member in swarm.members)
 
-    plan = Plan(count=10, spec=spec(match_timeout_s=8.0), step_s=lambda index: 3 * stories.uneven(index))
+    plan = Plan(count=10, spec=spec(match_timeout_s=20.0), step_s=lambda index: 8 * stories.uneven(index))
     swarm = play(plan, scenario)
-    assert swarm.longest_wait() <= 8.0 + SLACK_S
-    assert swarm.one_sided() <= swarm.total("gossip_in_doubt") + 12  # the journal of a killed node may lack its last line
+    assert swarm.longest_wait() <= 20.0 + SLACK_S
+    kills = sum(member.lives - 1 for member in swarm.members)
+    assert kills == 12
+    assert swarm.one_sided() <= swarm.total("gossip_in_doubt") + kills  # who is killed may have mixed unrecorded
 
 
 def test_dead_worker_is_restarted_and_resumes() -> None:

@@ -84,9 +84,11 @@ class Swarm:
         self.invites = invites
         return RunSpec(), self.observations[0]
 
-    async def watch_swarm(self, config: Any, invites: list[str], interval_s: float) -> AsyncIterator[list[NodeStatus]]:
-        for statuses in self.observations[1:]:
-            yield statuses
+    async def watch_swarm(
+        self, config: Any, invites: list[str], interval_s: float
+    ) -> AsyncIterator[tuple[RunSpec, list[NodeStatus]]]:
+        for statuses in self.observations:
+            yield RunSpec(), statuses
         raise KeyboardInterrupt
 
 

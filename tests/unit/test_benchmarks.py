@@ -1,0 +1,138 @@
+"""The benchmarks without their clocks: flags, the rows they write, and the arithmetic between figure and row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerloom.protocol.runspec import RunSpec
+from tests.benchmarks import dht, exchange, overhead, rows
+from tests.benchmarks.ends import EndFailed, Ends
+from tests.benchmarks.overhead import Turn
+from tests.benchmarks.rows import Row
+
+KEYS = {"name", "value", "unit", "baseline", "baseline_value", "ratio", "setting"}
+TURNS = [Turn(900.0, 0.9, 0.06, 0.04), Turn(950.0, 0.95, 0.03, 0.02)]
+SECONDS = {"fp32": 0.5, "bf16": 0.25, "grpc": 0.4, "grpc, half": 0.2, "hivemind": 2.0}
+
+
+def overhead_rows() -> list[Row]:
+    return overhead.rows(RunSpec(), TURNS, [1000.0, 1000.0], (12.0, 6.0), (300 << 20, 200 << 20))
+
+
+def exchange_rows() -> list[Row]:
+    return exchange.rows(25_000_000, SECONDS, 110_000_000, 3)
+
+
+def dht_rows() -> list[Row]:
+    found = [dht.rows(peers, 1200, 24, {"store": (0.02, 0.01), "get": (0.03, 0.02)}) for peers in (16, 64, 256)]
+    return [row for each in found for row in each]
+
+
+@pytest.mark.parametrize("name", ["overhead", "exchange", "dht"])
+def test_each_runs_alone_and_names_its_flags(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"tests.benchmarks.{name}"
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    usage = capsys.readouterr().out
+    assert all(flag in usage for flag in ("--quick", "--full", "--json FILE"))
+
+
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (overhead_rows, ["tokens_per_s", "daemon_rss", "join_to_first_step"]),
+        (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "peak_copies"]),
+        (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
+    ],
+)
+def test_rows_are_written_as_the_design_says(
+    made: Callable[[], list[Row]],
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[argparse.Namespace] = []
+
+    def measure(arguments: argparse.Namespace) -> list[Row]:
+        asked.append(arguments)
+        return made()
+
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", "--json", str(file)])
+    rows.main("a benchmark", measure)
+    assert asked[0].quick and not asked[0].full
+    written: list[dict[str, Any]] = json.loads(file.read_text())
+    assert [row["name"] for row in written] == names
+    assert all(row.keys() == KEYS and row["setting"] and row["baseline"] and row["unit"] for row in written)
+    assert all(row["ratio"] == row["value"] / row["baseline_value"] for row in written)
+    assert [rows.machine() in row["setting"] for row in written] == [True] + [False] * (len(names) - 1)
+    assert all(name in capsys.readouterr().out for name in names[:1])
+
+
+def test_the_figures_of_the_rows() -> None:
+    assert [round(row.ratio, 6) for row in overhead_rows()] == [0.925, 1.5, 2.0]
+    rate, against_hivemind, bf16, peak = exchange_rows()
+    assert (rate.value, rate.baseline_value) == (400.0, 500.0)
+    assert (against_hivemind.ratio, bf16.value, bf16.baseline_value, peak.value) == (4.0, 400.0, 500.0, 1.1)
+    assert [row.value for row in dht_rows()[:2]] == [20.0, 30.0]
+
+
+def event(at: float, tokens: int, partner: str | None = "p") -> dict[str, Any]:
+    reason = "" if partner else "nobody there"
+    return {
+        "t": at, "tokens": tokens, "partner": partner, "train_s": 0.8, "exchange_s": 0.1, "alone_because": reason
+    }  # fmt: skip
+
+
+def test_a_turn_begins_where_its_first_round_ended() -> None:
+    turn = overhead.node_turn([event(100.0, 5000), event(101.0, 6000), event(102.0, 7000, None)], Path("log"))
+    assert turn.rate == 1000.0
+    assert (turn.training, turn.exchange, turn.rest) == pytest.approx((0.8, 0.1, 0.1))
+
+
+def test_a_turn_of_lonely_rounds_is_no_figure() -> None:
+    with pytest.raises(ValueError, match="nobody there"):
+        overhead.node_turn([event(100.0, 5000), event(101.0, 6000, None)], Path("log"))
+
+
+def test_the_bare_rate_is_from_its_first_line_to_its_last() -> None:
+    assert overhead.bare_rate([(5, 10.0), (10, 11.0), (15, 12.0)], 100) == 500.0
+    with pytest.raises(ValueError, match="too busy"):
+        overhead.bare_rate([(5, 10.0)], 100)
+
+
+def double(pipe: Any, by: int) -> None:
+    while True:
+        pipe.send(pipe.recv() * by)
+
+
+def fail(pipe: Any) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def test_ends_answer_in_turn_and_are_gone_afterwards() -> None:
+    with Ends(double, [(2,), (3,)]) as ends:
+        assert ends.turn(5) == [10, 15]
+        ends.tell([1, 2])
+        assert ends.answers() == [2, 6]
+        processes = ends._processes
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_an_end_that_raises_is_told_with_its_traceback() -> None:
+    with Ends(fail, [()]) as ends, pytest.raises(EndFailed, match="on purpose"):
+        ends.answers()
