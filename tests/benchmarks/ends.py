@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import os
+import signal
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-ANSWER_S = 300.0  # a turn of the long form; what takes longer hangs
+ANSWER_S = 120.0  # a turn of the long form; what takes longer hangs
 END_S = 10.0
 
 
@@ -40,13 +43,10 @@ class Ends:
         for pipe in self._pipes:
             pipe.close()  # an end reads this as the order to leave
         for process in self._processes:
-            process.join(0.0 if kind is not None else END_S)
-            if process.is_alive():
-                process.terminate()
-                process.join(END_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(END_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # and what it has started and not ended
+            process.join()
 
     @property
     def pids(self) -> list[int]:
@@ -81,6 +81,7 @@ class Ends:
 
 
 def _run(work: Callable[..., None], pipe: Connection[Any, Any], *arguments: Any) -> None:
+    os.setsid()  # so that all it starts can be ended with it
     try:
         work(pipe, *arguments)
     except (EOFError, BrokenPipeError):

@@ -6,9 +6,12 @@ Each answers a number of rounds with the seconds each of them took, from the end
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from peerloom.node.tls import make_certificate
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.protocol.effects import FinishRound
-from peerloom.protocol.events import PeerSeen, PeersChanged, RoundStarted
+from peerloom.protocol.events import PeersChanged, PeerSeen, RoundStarted
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
@@ -75,8 +78,9 @@ class ProductEnd:
         raise NotImplementedError("nobody asks in this benchmark")
 
     async def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
-        raise NotImplementedError("nobody fetches in this benchmark")
-        yield
+        nothing: tuple[StateMessage, ...] = ()
+        for message in nothing:
+            yield message
 
     async def start(self) -> PeerRecord:
         """Listens; returns this end's record."""
@@ -96,8 +100,6 @@ class ProductEnd:
 
     def meet(self, partner: PeerRecord) -> None:
         """Builds memory, machine and driver, and sees the one partner."""
-        from dataclasses import replace
-
         worker = StubWorker(self._numel, self._encoding)
         gasloc = replace(self._spec.gasloc, encoding=self._encoding, match_timeout_s=MATCH_TIMEOUT_S)
         payload_bytes = len(worker.outbox())
@@ -203,7 +205,7 @@ async def _bare_server(pipe: Connection[Any, Any], payload_bytes: int) -> None:
     certificate = make_certificate(time.time())
     server = grpc.aio.server()
     _, service, name = BARE_METHOD.split("/")
-    handler = grpc.stream_stream_rpc_method_handler(_as_method(both))
+    handler: Any = grpc.stream_stream_rpc_method_handler(_as_method(both))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
     credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
     port = server.add_secure_port("127.0.0.1:0", credentials)
@@ -241,7 +243,7 @@ async def _bare_client(pipe: Connection[Any, Any], payload_bytes: int) -> None:
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
 
         async def one_call() -> None:
-            call = channel.stream_stream(BARE_METHOD)()
+            call: Any = channel.stream_stream(BARE_METHOD)()
             await _send_and_take(call, message, count)
             await call.done_writing()
             await call.code()
@@ -267,9 +269,8 @@ async def _send_and_take(stream: Any, message: bytes, count: int) -> None:
 
 def hivemind_pair(pipe: Connection[Any, Any], numel: int) -> None:
     """Two DecentralizedAverager, each with processes of its own; a round is timed from its trigger, matched before."""
-    import os
-
     os.environ["HIVEMIND_LOGLEVEL"] = "ERROR"
+    multiprocessing.set_start_method("fork", force=True)  # an averager cannot be pickled
     import torch
     from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager

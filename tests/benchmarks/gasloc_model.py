@@ -48,25 +48,32 @@ class Stacked:
         self.shape, self.n = shape, n
         self.flat = initial(shape, seed).repeat(n, 1)
         self.gradients = torch.zeros_like(self.flat)
-        self._leaves = {}
+        self._leaves: dict[str, Tensor] = {}
+        self._slots: list[Tensor] = []
         start = 0
         for name, size in shape.parameters():
             stop = start + math.prod(size)
-            leaf = self.flat[:, start:stop].view(n, *size).requires_grad_()
-            leaf.grad = self.gradients[:, start:stop].view(n, *size)
-            self._leaves[name] = leaf
+            self._leaves[name] = self.flat[:, start:stop].view(n, *size).requires_grad_()
+            self._slots.append(self.gradients[:, start:stop].view(n, *size))
             start = stop
         self._angles = rotary(shape)
 
-    def losses(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of each worker (n,), on its own tokens (n, batch, length + 1)."""
-        return forward(self._leaves, self.shape, tokens, self._angles)
+    def losses_of(self, flat: Tensor, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy (m,) of each row of `flat` (m, numel), all on the same tokens (batch, length + 1)."""
+        leaves, start = {}, 0
+        for name, size in self.shape.parameters():
+            stop = start + math.prod(size)
+            leaves[name] = flat[:, start:stop].view(len(flat), *size)
+            start = stop
+        with torch.no_grad():
+            return forward(leaves, self.shape, tokens.expand(len(flat), *tokens.shape), self._angles)
 
     def backward(self, tokens: Tensor) -> Tensor:
         """Fills `gradients` with each worker's own, returns the losses (n,)."""
-        self.gradients.zero_()
-        losses = self.losses(tokens)
-        losses.sum().backward()
+        losses = forward(self._leaves, self.shape, tokens, self._angles)
+        gradients = torch.autograd.grad(losses.sum(), list(self._leaves.values()))
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            slot.copy_(gradient)
         return losses.detach()
 
 
@@ -140,7 +147,9 @@ class Text:
 def read_text(limit: int = 4_000_000) -> Text:
     """The standard library's top-level modules in order of name, up to `limit` bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    train, held_out, size = [], [], 0
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    size = 0
     for k, path in enumerate(sorted(folder.glob("*.py"))):
         data = path.read_bytes()
         (held_out if k % 20 == 0 else train).append(data)

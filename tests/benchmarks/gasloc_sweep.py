@@ -1,0 +1,158 @@
+"""The families compared, each tuned over the same number of runs on one seed, its best then run on the others."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+import torch
+
+from tests.benchmarks.gasloc_methods import Setting
+from tests.benchmarks.gasloc_train import Result, Store, run
+
+Log = Callable[[str], None]
+Outer = Sequence[tuple[float, float]]  # (eta, gamma)
+
+OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
+RATES = (5e-3, 1e-2, 2e-2, 4e-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A method in one form. `candidates` on seed 0; with `refine`, then the best of them at twice its inner lr."""
+
+    name: str
+    candidates: tuple[Setting, ...]
+    refine: bool = True
+
+    def budget(self) -> int:
+        """How many runs tune it."""
+        return len(self.candidates) + self.refine
+
+
+def outer(base: Setting, values: Outer) -> Family:
+    """A family tuned over (eta, gamma)."""
+    return Family(base.label, tuple(replace(base, eta=eta, gamma=gamma) for eta, gamma in values))
+
+
+def rates(base: Setting) -> Family:
+    """A family without outer parameters, tuned over the inner lr."""
+    return Family(base.label, tuple(replace(base, lr=lr) for lr in RATES), refine=False)
+
+
+def accelerated(base: Setting, values: Sequence[tuple[float, float, float]]) -> Family:
+    """GASLoC at H = 1, tuned over (lr, gamma, alpha)."""
+    return Family(base.label, tuple(replace(base, lr=lr, gamma=g, alpha=a) for lr, g, a in values), refine=False)
+
+
+LOCAL_STEPS = (
+    outer(Setting(label="DiLoCo H=16", partners="all"), OUTER),
+    outer(Setting(label="DiLoCo H=16, 4 fragments", partners="all", fragments=4), OUTER),
+    outer(Setting(label="GASLoC 1-peer H=16", partners="1peer"), OUTER),
+    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=16", partners="cube-groups", fragments=4), OUTER),
+    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24), OUTER),
+    outer(Setting(label="GASLoC groups of 8, 4 fragments, H=16", partners="cube-groups", fragments=4, group=8), OUTER),
+    rates(Setting(label="gossip 1-peer H=16", partners="1peer")),
+    outer(
+        Setting(label="NoLoCo H=16", method="noloco", partners="1peer"),
+        ((1.0, 0.3), (1.0, 0.5), (0.7, 0.5)),
+    ),
+    outer(Setting(label="DiLoCo H=28, 4 fragments", partners="all", fragments=4, h=28), OUTER),
+    outer(Setting(label="GASLoC 1-peer, 4 fragments, H=16", partners="1peer", fragments=4), OUTER),
+    outer(Setting(label="GASLoC groups of 4, H=16", partners="cube-groups"), OUTER),
+)
+EVERY_STEP = (
+    accelerated(
+        Setting(label="GASLoC ring H=1", partners="ring", h=1, momentum="pre"),
+        ((5e-3, 0.45, 1.4), (1e-2, 0.45, 1.4), (2e-2, 0.45, 1.4), (2e-2, 0.3, 1.2)),
+    ),
+    rates(Setting(label="gossip ring H=1", partners="ring", h=1, alpha=2 / 3)),
+    rates(Setting(label="D-PSGD ring H=1", method="dpsgd", partners="ring", h=1, alpha=2 / 3)),
+    accelerated(
+        Setting(label="GASLoC 1-peer H=1", partners="1peer", h=1, momentum="post"),
+        ((5e-3, 0.3, 1.0), (1e-2, 0.3, 1.0), (2e-2, 0.3, 1.0), (2e-2, 0.1, 1.0)),
+    ),
+    rates(Setting(label="gossip 1-peer H=1", partners="1peer", h=1)),
+    rates(Setting(label="D-PSGD 1-peer H=1", method="dpsgd", partners="1peer", h=1)),
+    rates(Setting(label="synchronous all-reduce", method="sync", partners="all", h=1)),
+)
+FURTHER = (
+    rates(Setting(label="local only", method="local", partners="alone")),
+    outer(Setting(label="GASLoC 2-peer H=16", partners="2peer"), OUTER),
+    outer(Setting(label="GASLoC 1-peer H=8", partners="1peer", h=8), OUTER),
+    outer(Setting(label="DiLoCo H=24", partners="all", h=24), OUTER),
+    outer(Setting(label="DiLoCo H=8", partners="all", h=8), OUTER),
+    outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre"), OUTER),
+    outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
+    outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
+)
+FAMILIES = LOCAL_STEPS + EVERY_STEP + FURTHER
+
+
+def best(family: Family, store: Store) -> tuple[Setting, Result] | None:
+    """The candidate with the lowest loss on seed 0, None before any has been run."""
+    done = [(setting, store.get(setting, 0)) for setting in tried(family, store)]
+    finished = [(setting, result) for setting, result in done if result is not None]
+    return min(finished, key=lambda pair: _finite(pair[1]["loss"]), default=None)
+
+
+def tried(family: Family, store: Store) -> list[Setting]:
+    """The candidates, and the refinement once it is known which."""
+    settings = list(family.candidates)
+    results = [store.get(setting, 0) for setting in settings]
+    if family.refine and all(result is not None for result in results):
+        losses = [_finite(result["loss"]) for result in results if result is not None]
+        winner = settings[losses.index(min(losses))]
+        settings.append(replace(winner, lr=2 * winner.lr))
+    return settings
+
+
+def sweep(families: Iterable[Family], seeds: int, store: Store, processes: int, log: Log) -> None:
+    """Runs what the store lacks: tuning on seed 0 family by family, then the best of each on the other seeds."""
+    families = list(families)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running: dict[Future[Result], tuple[Setting, int]] = {}
+        while True:
+            for setting, seed in _wanted(families, seeds, store):
+                if len(running) < processes and (setting, seed) not in running.values():
+                    running[pool.submit(run, setting, seed)] = (setting, seed)
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                setting, seed = running.pop(future)
+                store.put(setting, seed, future.result())
+                log(describe(setting, seed, future.result()))
+
+
+def describe(setting: Setting, seed: int, result: Result) -> str:
+    """One line of the sweep."""
+    return (
+        f"{setting.label:40} lr {setting.lr:<6g} eta {setting.eta:<3g} gamma {setting.gamma:<4g}"
+        f" alpha {setting.alpha:<4.2g} seed {seed}: loss {result['loss']:.4f}, worst +{result['worst_gap']:.4f},"
+        f" {result['copies']:.1f} copies, consensus {result['consensus']:.1e}, {result['cpu_s']:.0f} s CPU"
+    )
+
+
+def _wanted(families: Sequence[Family], seeds: int, store: Store) -> list[tuple[Setting, int]]:
+    tuning, others = [], []
+    for family in families:
+        settings = tried(family, store)
+        missing = [(setting, 0) for setting in settings if store.get(setting, 0) is None]
+        tuning += missing
+        winner = best(family, store)
+        if not missing and len(settings) == family.budget() and winner is not None:
+            others += [(winner[0], seed) for seed in range(1, seeds) if store.get(winner[0], seed) is None]
+    return tuning + others
+
+
+def _finite(loss: float) -> float:
+    return loss if loss == loss else float("inf")
+
+
+def dump(families: Iterable[Family], store: Store) -> str:
+    """The families' runs as JSON, for what reads the figures later."""
+    return json.dumps({f.name: [store.get(s, 0) for s in tried(f, store)] for f in families})
