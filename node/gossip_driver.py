@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from peerloom.node.payload import IncomingPayload, outgoing
+from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError
@@ -365,11 +365,14 @@ class GossipDriver:
                 return
 
     async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream) -> None:
-        for message in outgoing(self._worker.outbox()):
+        pace = Pace()
+        for message in outgoing(self._worker.outbox(), pace):
             if exchange.over:
                 return
+            began = self._clock.monotonic()
             await stream.send(message)
             exchange.moved_at = self._clock.monotonic()
+            pace.sent(exchange.moved_at - began)
         exchange.sent = True
         self._payloads_done(exchange)
 

@@ -13,19 +13,36 @@ from peerloom.protocol.messages import Chunk, PayloadEnd
 from peerloom.protocol.types import Encoding
 
 ITEM_BYTES: dict[Encoding, int] = {"fp32": 4, "bf16": 2}
+LEAST_CHUNK_BYTES = 64 * 1024  # 0.6 s of a link of 100 kB/s
+QUICK_S, SLOW_S = 0.05, 0.5
 BF16_EXPONENT = np.uint16(0x7F80)
 
 
-def outgoing(payload: memoryview) -> Iterator[Chunk | PayloadEnd]:
-    """Cuts a payload into chunks of CHUNK_BYTES, with its BLAKE3 digest at the end.
+class Pace:
+    """How large the next chunk may be: small at first and over a slow link, so that both ends see bytes move."""
+
+    def __init__(self) -> None:
+        self.chunk_bytes = LEAST_CHUNK_BYTES
+
+    def sent(self, seconds: float) -> None:
+        """The last chunk took this long to be taken by the connection."""
+        if seconds < QUICK_S:
+            self.chunk_bytes = min(2 * self.chunk_bytes, CHUNK_BYTES)
+        elif seconds > SLOW_S:
+            self.chunk_bytes = max(self.chunk_bytes // 2, LEAST_CHUNK_BYTES)
+
+
+def outgoing(payload: memoryview, pace: Pace) -> Iterator[Chunk | PayloadEnd]:
+    """Cuts a payload into chunks of the pace's size, with its BLAKE3 digest at the end.
 
     Each chunk is a view, hashed as it is handed out: encode it at once, before the worker can go on and change it.
     """
-    digest = blake3()
-    for offset in range(0, len(payload), CHUNK_BYTES):
-        data = payload[offset : offset + CHUNK_BYTES]
+    digest, offset = blake3(), 0
+    while offset < len(payload):
+        data = payload[offset : offset + pace.chunk_bytes]
         digest.update(data)
         yield Chunk(offset, data)
+        offset += len(data)
     yield PayloadEnd(digest.digest())
 
 

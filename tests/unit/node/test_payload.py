@@ -1,0 +1,75 @@
+"""Payloads on their way: pace, digest, order, length, finiteness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from peerloom.node.payload import LEAST_CHUNK_BYTES, IncomingPayload, Pace, outgoing
+from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
+from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.messages import Chunk, PayloadEnd
+from peerloom.protocol.types import Encoding
+
+SIZE = 3 * CHUNK_BYTES + 40
+
+
+def payload() -> memoryview:
+    values = np.random.default_rng(1).standard_normal(SIZE // 4).astype("<f4")
+    return memoryview(values.tobytes())
+
+
+def test_chunks_grow_while_the_link_is_quick_and_shrink_when_it_is_slow() -> None:
+    pace = Pace()
+    sizes = []
+    for message in outgoing(payload(), pace):
+        if isinstance(message, Chunk):
+            sizes.append(len(message.data))
+            pace.sent(0.01 if len(sizes) < 6 else 1.0)
+    assert sizes[:5] == [LEAST_CHUNK_BYTES * 2**k for k in range(5)]
+    assert sizes[4] == CHUNK_BYTES and CHUNK_BYTES // 2 in sizes
+    assert sum(sizes) == SIZE
+
+
+def test_a_payload_arrives_whole() -> None:
+    into = bytearray(SIZE)
+    incoming = IncomingPayload(memoryview(into), "fp32")
+    for message in outgoing(payload(), Pace()):
+        if isinstance(message, Chunk):
+            incoming.add(message)
+        else:
+            incoming.end(message)
+    assert incoming.complete and into == payload()
+
+
+def test_gaps_excess_and_shortness_are_refused() -> None:
+    incoming = IncomingPayload(memoryview(bytearray(16)), "fp32")
+    for chunk in (Chunk(4, bytes(4)), Chunk(0, b""), Chunk(0, bytes(20)), Chunk(0, bytes(3))):
+        with pytest.raises(MalformedMessage):
+            incoming.add(chunk)
+    incoming.add(Chunk(0, bytes(12)))
+    with pytest.raises(MalformedMessage, match="12 of 16"):
+        incoming.end(PayloadEnd(blake3(bytes(12)).digest()))
+    incoming.add(Chunk(12, bytes(4)))
+    with pytest.raises(DigestMismatch):
+        incoming.end(PayloadEnd(bytes(32)))
+    assert not incoming.complete
+
+
+@pytest.mark.parametrize(("encoding", "bad"), [("fp32", np.float32(np.nan)), ("fp32", np.float32(-np.inf))])
+def test_non_finite_numbers_are_refused(encoding: Encoding, bad: np.float32) -> None:
+    incoming = IncomingPayload(memoryview(bytearray(16)), encoding)
+    with pytest.raises(BadPayload):
+        incoming.add(Chunk(0, np.array([1.0, bad], dtype="<f4").tobytes()))
+
+
+@pytest.mark.parametrize(("bits", "finite"), [(0x7F80, False), (0xFFC0, False), (0x7F7F, True), (0x8000, True)])
+def test_bf16_is_judged_by_its_exponent(bits: int, finite: bool) -> None:
+    incoming = IncomingPayload(memoryview(bytearray(2)), "bf16")
+    chunk = Chunk(0, np.array([bits], dtype="<u2").tobytes())
+    if finite:
+        incoming.add(chunk)
+    else:
+        with pytest.raises(BadPayload):
+            incoming.add(chunk)
