@@ -19,7 +19,8 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from peerloom.node.durable import fsync_dir, fsync_file, storage_errors
+from peerloom.node.durable import fsync_dir, fsync_file, is_full, storage_errors
+from peerloom.protocol.errors import StorageError
 
 KEEP = 3
 FORMAT = 1
@@ -62,8 +63,20 @@ class _Damaged(Exception):
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEEP) -> Path:
     """Writes a checkpoint under `folder` and drops all but the newest `keep`.
 
-    Raises StorageError when the disk refuses; the older ones are then untouched and nothing half-written is left.
+    A full disk is made room on by dropping the oldest of them, the newest one never. Raises StorageError when the disk
+    refuses all the same; the older ones are then untouched and nothing half-written is left.
     """
+    while True:
+        try:
+            return _save(folder, checkpoint, keep)
+        except StorageError as error:
+            older = _rounds(folder)[1:]
+            if not is_full(error) or not older:
+                raise
+            _drop(older[-1])
+
+
+def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     name = f"round-{checkpoint.meta.round:08d}"
     target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
     with storage_errors(f"the checkpoint {target}", SafetensorError):

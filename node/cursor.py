@@ -1,13 +1,13 @@
-"""The batch cursor that survives kill -9: indices are reserved on disk before a round may train on them."""
+"""The batch cursor that survives kill -9: indices are reserved on disk before a round may train on them.
+
+It is changed in place, so that a disk that has filled up does not stop the training.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from blake3 import blake3
-
-from peerloom.node.durable import replace_file, storage_errors
+from peerloom.node.durable import SlotFile, storage_errors
 
 JUMP = 1 << 20  # batches skipped when the file is lost: more than a node can have used since its last checkpoint
 
@@ -21,7 +21,8 @@ class BatchCursor:
     def __init__(self, path: Path, checkpointed: int | None) -> None:
         """Opens the file; `checkpointed` is the newest checkpoint's cursor, None when there is no checkpoint."""
         self._path = path
-        self.next, self.note = _opening(path, checkpointed)
+        self._file = SlotFile(path)
+        self.next, self.note = self._opening(checkpointed)
 
     def reserve(self, count: int) -> int:
         """Returns the first of `count` indices, on disk before they are used; raises StorageError."""
@@ -37,31 +38,17 @@ class BatchCursor:
     def _write(self, value: int) -> None:
         with storage_errors(f"the batch cursor {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, _encode(value))
+            self._file.write(value)
 
-
-def _encode(value: int) -> bytes:
-    return json.dumps({"next": value, "check": blake3(str(value).encode()).hexdigest()}).encode()
-
-
-def _decode(content: bytes) -> int | None:
-    """The value, or None for a torn or altered file."""
-    try:
-        value = json.loads(content)["next"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return value if isinstance(value, int) and content == _encode(value) else None
-
-
-def _opening(path: Path, checkpointed: int | None) -> tuple[int, str]:
-    try:
-        value = _decode(path.read_bytes())
-        fault = "damaged"
-    except FileNotFoundError:
-        if checkpointed is None:
-            return 0, ""
-        value, fault = None, "missing"
-    if value is not None:
-        return max(value, checkpointed or 0), ""
-    start = (checkpointed or 0) + JUMP
-    return start, f"the batch cursor {path} is {fault}; going on at batch {start}, so that none is repeated"
+    def _opening(self, checkpointed: int | None) -> tuple[int, str]:
+        try:
+            value = self._file.read()
+            fault = "damaged"
+        except FileNotFoundError:
+            if checkpointed is None:
+                return 0, ""
+            value, fault = None, "missing"
+        if value is not None:
+            return max(value, checkpointed or 0), ""
+        start = (checkpointed or 0) + JUMP
+        return start, f"the batch cursor {self._path} is {fault}; going on at batch {start}, so that none is repeated"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from blake3 import blake3
+
 from peerloom.protocol.errors import StorageError
 
 _REMEDIES = {
@@ -44,6 +46,11 @@ def storage_errors(what: str, *also: type[Exception]) -> Iterator[None]:
         raise StorageError(f"cannot write {what}: {remedy or error}") from error
 
 
+def is_full(error: StorageError) -> bool:
+    """Whether the disk or the quota is full: what making room may mend."""
+    return isinstance(error.__cause__, Exception) and _errno_of(error.__cause__) in (errno.ENOSPC, errno.EDQUOT)
+
+
 def fsync_dir(folder: Path) -> None:
     """Makes the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -75,3 +82,53 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)
+
+
+class SlotFile:
+    """A small value on disk that can be changed even when the disk is full: two slots, written in turn, in place.
+
+    A slot is "sequence value checksum"; the newest one that checks wins, so a torn write leaves the value before it.
+    """
+
+    SLOT_BYTES = 4096  # a block each: a torn write of one never touches the other
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sequence = 0
+
+    def read(self) -> int | None:
+        """The value, None when neither slot checks; raises FileNotFoundError or another OSError."""
+        content = self._path.read_bytes()
+        slots = [_decode_slot(content[i : i + self.SLOT_BYTES]) for i in (0, self.SLOT_BYTES)]
+        found = [slot for slot in slots if slot is not None]
+        if not found:
+            return None
+        self._sequence, value = max(found)
+        return value
+
+    def write(self, value: int) -> None:
+        """Makes a value durable; raises OSError, after which the value before still stands."""
+        if not self._path.exists():
+            replace_file(self._path, bytes(2 * self.SLOT_BYTES))
+        sequence = self._sequence + 1
+        fd = os.open(self._path, os.O_WRONLY)
+        try:
+            os.pwrite(fd, _encode_slot(sequence, value), sequence % 2 * self.SLOT_BYTES)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._sequence = sequence
+
+
+def _encode_slot(sequence: int, value: int) -> bytes:
+    body = f"{sequence} {value}"
+    return f"{body} {blake3(body.encode()).hexdigest()}\n".encode().ljust(256, b"\0")
+
+
+def _decode_slot(content: bytes) -> tuple[int, int] | None:
+    try:
+        sequence, value, _ = content.split(b"\n")[0].split(b" ")
+        numbers = int(sequence), int(value)
+    except ValueError:
+        return None
+    return numbers if content.startswith(_encode_slot(*numbers)) else None

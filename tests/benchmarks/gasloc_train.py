@@ -37,10 +37,11 @@ class AdamW:
         rows_of = [[tensor[i] for i in chosen] for tensor in (self._params, gradients, self._m, self._v)]
         steps = [self._steps[i] for i in chosen]
         torch._foreach_add_(steps, 1)
+        p, g, m, v = rows_of
+        (b1, b2), decay, eps = BETAS, WEIGHT_DECAY, EPSILON
         torch._fused_adamw_(
-            rows_of[0], rows_of[1], rows_of[2], rows_of[3], [], steps, lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPSILON,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
+            p, g, m, v, [], steps, lr=lr, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False
+        )
 
 
 def learning_rate(peak: float, step: int, steps: int) -> float:

@@ -130,7 +130,7 @@ class GaslocTask:
         """Takes up the newest intact checkpoint, if any; returns whether it did, and what was wrong on the disk."""
         checkpoint.clear_leftovers(self._folder)
         found, notes = checkpoint.newest_intact(self._folder)
-        self._cursor = BatchCursor(self._setup.run_dir / "cursor.json", found.meta.batch_cursor if found else None)
+        self._cursor = BatchCursor(self._setup.run_dir / "batch.cursor", found.meta.batch_cursor if found else None)
         if self._cursor.note:
             notes.append(self._cursor.note)
         if found is None:

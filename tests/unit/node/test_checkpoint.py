@@ -163,3 +163,24 @@ def test_the_disk_refusing_is_one_sentence_with_a_remedy(
         save(tmp_path, made(2))
     assert remedy in str(caught.value) and "round-00000002" in str(caught.value) and "\n" not in str(caught.value)
     assert names(tmp_path) == ["round-00000001"]
+
+
+def test_a_full_disk_is_made_room_on_by_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        save(tmp_path, made(number))
+    room = [2]  # refusals left
+
+    def full(folder: Path, state: Checkpoint) -> None:
+        if room[0]:
+            room[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, state)
+
+    write = module._write_files
+    monkeypatch.setattr(module, "_write_files", full)
+    save(tmp_path, made(3))
+    assert names(tmp_path) == ["round-00000002", "round-00000003"]
+    room[0] = 9
+    with pytest.raises(StorageError, match="the disk is full"):
+        save(tmp_path, made(4))
+    assert names(tmp_path) == ["round-00000003"], "the newest one is never given up"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from peerloom.node import cursor as cursor_module
 from peerloom.node.cursor import JUMP, BatchCursor
 from peerloom.protocol.errors import StorageError
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "cursor.json"
+    return tmp_path / "run" / "batch.cursor"
 
 
 def test_fresh_start(path: Path) -> None:
@@ -48,7 +49,7 @@ def test_a_newer_checkpoint_wins(path: Path) -> None:
     assert BatchCursor(path, 90).next == 90
 
 
-@pytest.mark.parametrize("content", [b"", b'{"next": 2', b'{"next": 30, "check": "00"}', b"\xff\xfe", b"[]", b"null"])
+@pytest.mark.parametrize("content", [b"", b"1 20 ", bytes(8192), b"1 30 00\n", b"\xff\xfe", b"- - -\n"])
 def test_torn_file_jumps_ahead_and_says_so(path: Path, content: bytes) -> None:
     BatchCursor(path, None).reserve(5)
     path.write_bytes(content)
@@ -58,23 +59,48 @@ def test_torn_file_jumps_ahead_and_says_so(path: Path, content: bytes) -> None:
     assert BatchCursor(path, None).next == JUMP
 
 
+def test_a_torn_write_leaves_the_value_before(path: Path) -> None:
+    cursor = BatchCursor(path, None)
+    cursor.reserve(20)
+    before = path.read_bytes()
+    cursor.reserve(20)
+    changed = next(i for i, pair in enumerate(zip(before, path.read_bytes(), strict=True)) if pair[0] != pair[1])
+    torn = bytearray(path.read_bytes())
+    torn[changed + 3 : changed + 20] = bytes(17)
+    path.write_bytes(bytes(torn))
+    assert BatchCursor(path, None).next == 20
+
+
 def test_missing_file_beside_a_checkpoint_jumps_ahead_and_says_so(path: Path) -> None:
     cursor = BatchCursor(path, 60)
     assert cursor.next == 60 + JUMP
     assert "missing" in cursor.note
 
 
-def test_full_disk_reserves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_reserves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cursor = BatchCursor(path, None)
     cursor.reserve(5)
 
-    def full(where: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(fd: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(cursor_module, "replace_file", full)
-    with pytest.raises(StorageError, match=r"cursor\.json: the disk is full; free some space"):
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(StorageError, match=r"batch\.cursor: the disk reports an I/O error"):
         cursor.reserve(5)
     assert cursor.next == 5
     monkeypatch.undo()
     assert BatchCursor(path, None).next == 5
-    assert [file.name for file in path.parent.iterdir()] == ["cursor.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["batch.cursor"]
+
+
+def test_a_full_disk_does_not_stop_it(path: Path) -> None:
+    cursor = BatchCursor(path, None)
+    cursor.reserve(5)
+    size = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # nothing may grow
+    try:
+        assert [cursor.reserve(5), cursor.reserve(5)] == [5, 10]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert BatchCursor(path, None).next == 15

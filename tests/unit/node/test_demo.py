@@ -22,7 +22,7 @@ FAKE_NODE = """
 import json, os, pathlib, signal, subprocess, sys
 role, flags = sys.argv[1], dict(zip(sys.argv, sys.argv[1:]))
 home, name = pathlib.Path(flags["--home"]), flags["--name"]
-home.mkdir()
+home.mkdir(exist_ok=True)
 mode = os.environ.get("FAKE_" + name.replace("-", "_"), "")
 if mode in ("orphan", "die"):
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

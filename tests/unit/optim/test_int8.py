@@ -104,9 +104,8 @@ def test_a_big_endian_machine_writes_and_reads_the_same_bytes(draw: Draw, monkey
     little = encode(y, "int8", dither=DITHER)
     monkeypatch.setattr(sys, "byteorder", "big")  # then this machine's order is taken for the reverse
     swapped = encode(y, "int8", dither=DITHER)
-    assert torch.equal(swapped[:12].view(3, 4).flip(1).reshape(-1), little[:12]) and torch.equal(
-        swapped[12:], little[12:]
-    )
+    assert torch.equal(swapped[:12].view(3, 4).flip(1).reshape(-1), little[:12])
+    assert torch.equal(swapped[12:], little[12:])
     kept, expected = swapped.clone(), decode(swapped, "int8")
     monkeypatch.undo()
     assert torch.equal(expected, decode(little, "int8")) and torch.equal(swapped, kept)

@@ -11,7 +11,7 @@ from torch import Tensor
 from peerloom.optim.finite_time import period, sequence_graph
 from peerloom.optim.gasloc import Momentum, simulate_gossip
 from peerloom.optim.groups import mixing_matrix, random_groups
-from peerloom.optim.topology import Graph, best_heavy_ball, random_matching, stable, two_peer
+from peerloom.optim.topology import Graph, best_heavy_ball, stable
 from peerloom.optim.tuning import (
     FIXED,
     Kind,
@@ -22,6 +22,7 @@ from peerloom.optim.tuning import (
     near_square_torus,
     random_rate,
     rate,
+    second_moments,
     sequence_rate,
 )
 
@@ -41,44 +42,31 @@ def disagreement(laplacians: list[Tensor], alpha: float, gamma: float, momentum:
 
 @BOTH
 @pytest.mark.parametrize(("alpha", "gamma"), [(1.0, 0.0), (1.0, 0.5), (0.5, 0.3), (1.0, 0.9)])
-def test_random_rates_are_those_of_second_moments(momentum: Momentum, alpha: float, gamma: float, draw: Draw) -> None:
-    """Mean square disagreement over 3,000 independent draws, after few rounds, against the recursion's own."""
-    n, rounds = 6, 4
-    forms = {
-        "1peer": [[Graph.from_pairs(n, random_matching(n, s, t)).laplacian() for t in range(rounds)] for s in range(3000)],
-        "2peer": [[two_peer(n, s, t).laplacian() for t in range(rounds)] for s in range(3000)],
-    }  # fmt: skip
-    start = draw(n, 1)
-    for kind, sequences in forms.items():
-        squares = [float(disagreement(ls, alpha, gamma, momentum, start)[-1] ** 2) for ls in sequences]
-        measured = sum(squares) / len(squares)
-        assert measured == pytest.approx(_second_moment(kind, n, alpha, gamma, momentum, rounds, start), rel=0.1)
-
-
-def _second_moment(kind: str, n: int, alpha: float, gamma: float, momentum: Momentum, rounds: int, x: Tensor) -> float:
-    """The expectation written out: averaging the covariance over every matching (or pair of them) each round."""
-    matchings = [torch.eye(n, dtype=F64) - alpha * laplacian for laplacian in _all_laplacians(kind, n)]
-    centred = x - x.mean()
-    both = torch.cat([centred, centred])
-    covariance = both @ both.T
-    identity, zero = torch.eye(n, dtype=F64), torch.zeros(n, n, dtype=F64)
-    for _ in range(rounds):
-        total = torch.zeros_like(covariance)
-        for w in matchings:
-            if momentum == "pre":
-                step = torch.cat(
-                    [torch.cat([w + gamma * identity, -gamma * identity], 1), torch.cat([identity, zero], 1)]
-                )
-            else:
-                step = torch.cat([torch.cat([(1 + gamma) * w, -gamma * identity], 1), torch.cat([w, zero], 1)])
-            total += step @ covariance @ step.T
-        covariance = total / len(matchings)
-    return float(covariance[:n, :n].trace())
-
-
-def _all_laplacians(kind: str, n: int) -> list[Tensor]:
+@pytest.mark.parametrize("peers", [1, 2])
+def test_the_three_by_three_recursion_is_the_full_covariance(
+    peers: int, momentum: Momentum, alpha: float, gamma: float
+) -> None:
+    """Against the covariance of 6 nodes, averaged over all 15 matchings, or pairs of them, every round."""
+    n = 6
     single = [Graph.from_pairs(n, pairs).laplacian() for pairs in _perfect_matchings(list(range(n)))]
-    return single if kind == "1peer" else [(a + b) / 2 for a in single for b in single]
+    laplacians = single if peers == 1 else [(a + b) / 2 for a in single for b in single]
+    identity, zero = torch.eye(n, dtype=F64), torch.zeros(n, n, dtype=F64)
+    steps = []
+    for w in (identity - alpha * laplacian for laplacian in laplacians):
+        upper = [w + gamma * identity if momentum == "pre" else (1 + gamma) * w, -gamma * identity]
+        steps.append(torch.cat([torch.cat(upper, 1), torch.cat([identity if momentum == "pre" else w, zero], 1)]))
+    x = torch.arange(n, dtype=F64)[:, None] - 2.5
+    covariance = torch.cat([x, x]) @ torch.cat([x, x]).T
+    moments = torch.full((3,), float(x.square().sum()), dtype=F64)
+    matrix = second_moments(n, alpha, gamma, momentum, peers=peers)
+    assert random_rate(n, alpha, gamma, momentum, peers=peers) ** 2 == pytest.approx(
+        float(torch.linalg.eigvals(matrix).abs().max())
+    )
+    for _ in range(5):
+        covariance = torch.stack([step @ covariance @ step.T for step in steps]).mean(0)
+        moments = matrix @ moments
+        blocks = (covariance[:n, :n], covariance[:n, n:], covariance[n:, n:])
+        assert [float(block.trace()) for block in blocks] == pytest.approx(moments.tolist(), rel=1e-9)
 
 
 def _perfect_matchings(nodes: list[int]) -> list[list[tuple[int, int]]]:
@@ -88,18 +76,6 @@ def _perfect_matchings(nodes: list[int]) -> list[list[tuple[int, int]]]:
     return [
         [(first, other), *rest] for other in others for rest in _perfect_matchings([i for i in others if i != other])
     ]
-
-
-@BOTH
-@pytest.mark.parametrize(("alpha", "gamma"), [(1.0, 0.0), (1.0, 0.5), (0.5, 0.3), (1.0, 0.9)])
-@pytest.mark.parametrize("kind", ["1peer", "2peer"])
-def test_the_three_by_three_recursion_is_the_full_covariance(
-    kind: Kind, momentum: Momentum, alpha: float, gamma: float
-) -> None:
-    """Its spectral radius against the growth of the covariance averaged over all 15 matchings of 6 nodes."""
-    x = torch.arange(6, dtype=F64)[:, None]
-    late = [_second_moment(kind, 6, alpha, gamma, momentum, t, x) for t in (60, 80)]
-    assert (late[1] / late[0]) ** (1 / 40) == pytest.approx(rate(kind, 6, alpha, gamma, momentum), rel=2e-2)
 
 
 def test_rates_match_the_rounds_measured_on_sixteen_workers() -> None:
