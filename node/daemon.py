@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from peerloom.node import logs
+from peerloom.node.agree import agree_on_run
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.consent import consented_source
@@ -27,12 +28,12 @@ from peerloom.node.journal import Journal
 from peerloom.node.metrics import MetricsServer
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
-from peerloom.node.seams import WorkerPort
-from peerloom.node.specs import sign_spec, verify_spec
+from peerloom.node.seams import FIRST_STEP, WorkerPort
+from peerloom.node.specs import verify_spec
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
 from peerloom.node.worker.port import WorkerProcess
-from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError, RunMismatch
+from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, Role, RunId, SignedSpec
@@ -103,7 +104,7 @@ async def run_node(
         _refuse_own_invite(identity, seeds)
         discovery = await _discover(config, identity, seeds, clock, stack)
         phases.mark("DHT")
-        signed = await _agree_on_run(discovery, identity, seeds, spec)
+        signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
         discovery.join_run(run_spec.run_id)
         log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
@@ -168,7 +169,7 @@ async def run_node(
         )
         node = Node(context, discovery, workers if role == "trainer" else None)
         _tell_changes(
-            facts, log_context, view, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases))
+            facts, log_context, view, phases, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases))
         )
         _drain_on_signals(node, stack)
         await _run_while_discoverable(node, discovery)
@@ -216,30 +217,6 @@ async def _discover(
     return discovery
 
 
-async def _agree_on_run(
-    discovery: DhtDiscovery, identity: Identity, seeds: list[Invite], spec: RunSpec | None
-) -> SignedSpec:
-    """The run to take part in: the swarm's if there is one, checked against `spec` and the invites; else our own."""
-    pinned = {seed.run_id for seed in seeds if seed.run_id is not None}
-    if spec is not None:
-        pinned.add(spec.run_id)
-    if len(pinned) > 1:
-        raise RunMismatch(f"the invites and the spec name different runs: {', '.join(sorted(pinned))}; use one run's")
-    found = await discovery.runs() if seeds else {}
-    wanted = next(iter(pinned), None)
-    if wanted is not None and wanted in found:
-        return found[wanted]
-    if not seeds:
-        assert spec is not None  # ours: the caller gives a spec where there is no invite
-        return sign_spec(spec, identity)
-    known = ", ".join(sorted(found)) or "none"
-    if wanted is not None:
-        raise RunMismatch(f"the swarm behind the invite runs {known}, not {wanted}; ask its organizer for a new invite")
-    if len(found) != 1:
-        raise RunMismatch(f"the swarm behind the invite announces {known} runs; ask for an invite that ends in #RUN_ID")
-    return next(iter(found.values()))
-
-
 def _remember(folders: Folders, run_dir: Path, signed: SignedSpec, invites: list[str]) -> None:
     """Leaves the spec for `peer export`, and the invites for a `peer status` without one."""
     (run_dir / "run.toml").write_text(signed.text, encoding="utf-8")
@@ -277,17 +254,18 @@ def _tell_changes(
     facts: Facts,
     log_context: logs.LogContext,
     view: SwarmView,
+    phases: Phases,
     on_status: Callable[[NodeStatus], None],
     on_ready: Callable[[], None],
 ) -> None:
-    """Passes every change on; `on_ready` once, when the node trains or serves for the first time."""
+    """Passes every change on; `on_ready` once: after the first optimizer step, or when a bootstrap peer serves."""
     pending = [on_ready]
 
     def changed() -> None:
         log_context.round = facts.round if facts.role == "trainer" else None
         view.tell()
         on_status(facts.status())
-        if pending and facts.state in ("seeking", "serving"):
+        if pending and (facts.state == "serving" or phases.has(FIRST_STEP)):
             pending.pop()()
 
     facts.changed = changed

@@ -58,7 +58,8 @@ class _Own:
 class DhtDiscovery:
     """node.seams.Discovery on a hivemind DHT; `closed` is set when it has ended, `failure` says why if by itself.
 
-    `warnings` holds sentences for the user from the join; `rival` another node's record under this node's peer id.
+    `warnings` holds sentences for the user from the join; `seed_runs` the runs the seeds say they
+    are in; `rival` another node's record under this node's peer id.
     """
 
     def __init__(self, settings: _Settings, run_id: RunId | None) -> None:
@@ -69,6 +70,7 @@ class DhtDiscovery:
         self.closed = asyncio.Event()
         self.failure: str | None = None
         self.warnings: list[str] = []
+        self.seed_runs: set[RunId] = set()
         self.rival: PeerRecord | None = None
         self.restarts = 0  # of p2pd, by itself
         self.restarted = asyncio.Event()
@@ -151,6 +153,7 @@ class DhtDiscovery:
                 self.warnings.append(warning)
                 log.warning("%s", warning)
             good = [report.invite for report in reports]
+            self.seed_runs = {RunId(report.reply.run_id) for report in reports if report.reply.run_id is not None}
         await stack.join(good, self._clock.wall, self._settings.client_only)
 
     async def _start_stack(self) -> DhtStack:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
 from peerloom.protocol import effects, events
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError
+from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError
 from peerloom.protocol.gossip import GossipMachine
+from peerloom.protocol.limits import LEAST_RATE
 from peerloom.protocol.messages import (
     Accept,
     Ack,
@@ -51,6 +53,7 @@ class _Exchange:
         self.incoming: IncomingPayload | None = None
         self.stall_s = 0.0
         self.moved_at = 0.0
+        self.ends_at = math.inf
         self.sent = False
         self.verified = False
         self.over = False
@@ -251,7 +254,9 @@ class GossipDriver:
         if (exchange := self._exchanges.get(effect.exchange_id)) is None:
             return
         exchange.incoming = IncomingPayload(self._worker.inbox(), self._encoding)
-        exchange.watch(effect.stall_s, self._clock.monotonic())
+        now = self._clock.monotonic()
+        exchange.watch(effect.stall_s, now)
+        exchange.ends_at = now + effect.stall_s + len(self._worker.outbox()) / LEAST_RATE
         exchange.to_send.put_nowait(effect)
 
     async def _dial(self, exchange: _Exchange) -> None:
@@ -382,5 +387,8 @@ class GossipDriver:
         left = exchange.stall_s
         while left > EARLY_S:
             await asyncio.sleep(left)
-            left = exchange.moved_at + exchange.stall_s - self._clock.monotonic()
+            now = self._clock.monotonic()
+            if now >= exchange.ends_at - EARLY_S:
+                raise LimitExceeded(f"slower than {LEAST_RATE // 1024} KiB/s over the whole transfer")
+            left = min(exchange.moved_at + exchange.stall_s, exchange.ends_at) - now
         raise LinkError(f"no byte moved for {exchange.stall_s:.1f} s")

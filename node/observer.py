@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
+from peerloom.node.agree import find_run, wanted_run
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.discovery import DhtDiscovery
@@ -17,11 +18,12 @@ from peerloom.node.identity import Identity
 from peerloom.node.specs import verify_spec
 from peerloom.node.tls import make_certificate
 from peerloom.protocol.errors import PeerError, RunMismatch, VersionMismatch
-from peerloom.protocol.invite import Invite, parse_invite
+from peerloom.protocol.invite import parse_invite
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
 ANSWER_S = 3.0
+RUN_PATIENCE_S = 10.0
 MAX_ASKED_AT_ONCE = 32
 
 
@@ -72,7 +74,7 @@ async def open_observer(invites: list[str], stack: AsyncExitStack) -> Observer:
         identity=identity, identity_path=None, seeds=seeds, clock=clock, client_only=True
     )
     stack.push_async_callback(discovery.stop)
-    spec = await _spec_of(discovery, seeds)
+    spec = verify_spec(await find_run(discovery, wanted_run(seeds, None), RUN_PATIENCE_S))
     discovery.join_run(spec.run_id)
     transport = GrpcTransport(
         identity=identity,
@@ -85,16 +87,6 @@ async def open_observer(invites: list[str], stack: AsyncExitStack) -> Observer:
     )
     stack.push_async_callback(transport.stop)
     return Observer(spec, discovery, transport)
-
-
-async def _spec_of(discovery: DhtDiscovery, seeds: list[Invite]) -> RunSpec:
-    runs = await discovery.runs()
-    wanted = {seed.run_id for seed in seeds if seed.run_id is not None} or set(runs)
-    found = [runs[run_id] for run_id in wanted if run_id in runs]
-    if len(found) != 1:
-        known = ", ".join(sorted(runs)) or "none"
-        raise RunMismatch(f"the swarm behind the invite announces the runs {known}; ask for an invite to one of them")
-    return verify_spec(found[0])
 
 
 async def swarm_status(config: NodeConfig, invites: list[str]) -> tuple[RunSpec, list[NodeStatus]]:

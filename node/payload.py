@@ -8,12 +8,11 @@ import numpy as np
 from blake3 import blake3
 
 from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
-from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
 from peerloom.protocol.types import Encoding
 
 ITEM_BYTES: dict[Encoding, int] = {"fp32": 4, "bf16": 2}
-LEAST_CHUNK_BYTES = 64 * 1024  # 0.6 s of a link of 100 kB/s
 QUICK_S, SLOW_S = 0.05, 0.5
 BF16_EXPONENT = np.uint16(0x7F80)
 
@@ -47,7 +46,9 @@ def outgoing(payload: memoryview, pace: Pace) -> Iterator[Chunk | PayloadEnd]:
 
 
 def all_finite(data: bytes | memoryview, encoding: Encoding) -> bool:
-    """Whether a whole number of encoded values holds no NaN and no infinity."""
+    """Whether a whole number of encoded values holds no NaN and no infinity; MalformedMessage for a broken number."""
+    if len(data) % ITEM_BYTES[encoding]:
+        raise MalformedMessage(f"{len(data)} bytes hold no whole number of {encoding} values")
     if encoding == "fp32":
         return bool(np.isfinite(np.frombuffer(data, dtype="<f4")).all())
     exponents = np.frombuffer(data, dtype="<u2") & BF16_EXPONENT
@@ -69,7 +70,9 @@ class IncomingPayload:
         size = len(chunk.data)
         if self.complete or chunk.offset != self._received:
             raise MalformedMessage(f"chunk at byte {chunk.offset}, expected {self._received}")
-        misfit = size == 0 or size > CHUNK_BYTES or chunk.offset + size > len(self._into)
+        last = chunk.offset + size == len(self._into)
+        misfit = not (0 if last else LEAST_CHUNK_BYTES - 1) < size <= CHUNK_BYTES
+        misfit = misfit or chunk.offset + size > len(self._into)
         if misfit or size % ITEM_BYTES[self._encoding]:
             raise MalformedMessage(f"chunk of {size} bytes at {chunk.offset} of {len(self._into)}")
         if not all_finite(chunk.data, self._encoding):

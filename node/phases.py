@@ -13,9 +13,13 @@ class Phases:
         self._last = self.began = clock.monotonic()
         self.seconds: list[tuple[str, float]] = []
 
+    def has(self, name: str) -> bool:
+        """Whether the phase has ended."""
+        return any(name == known for known, _ in self.seconds)
+
     def mark(self, name: str) -> None:
         """Ends the phase `name` now, unless it has ended before."""
-        if any(name == known for known, _ in self.seconds):
+        if self.has(name):
             return
         now = self._clock.monotonic()
         self.seconds.append((name, now - self._last))

@@ -16,7 +16,8 @@ A partner met again and again is left aside for a while when others may come: se
 Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
 
 Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0.25 M for an answer, and once engaged
-nobody waits longer than 0.25 M for a byte, the commit or the ack: so M in total, beside the time in which bytes move.
+nobody waits longer than 0.25 M for a byte, the commit or the ack: so M for a partner that is not there, and the time in
+which bytes move, at LEAST_RATE or faster, for one that is.
 
 Counters: gossip_committed, gossip_alone (rounds); gossip_stale_round (committed with a partner in another round);
 gossip_broken (also an accept that crossed its offer's withdrawal), gossip_in_doubt (exchanges); gossip_offer_lost,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from peerloom.protocol.errors import LimitExceeded
 
 CHUNK_BYTES = 1 << 20  # bytes of a Chunk or a StatePiece: large enough to fill a link, small enough to be many
+LEAST_CHUNK_BYTES = 64 << 10  # of any chunk or piece but the last: no payload is dripped in crumbs
+LEAST_RATE = 32 << 10  # bytes a second: a transfer slower than this, over its whole length, is broken off
 MAX_PIECES = 32_768  # pieces of a manifest, i.e. 32 GiB of fp32 theta: their digests then fill exactly one chunk
 ENVELOPE_BYTES = 64 << 10  # bytes of a message beside its largest field
 MAX_MESSAGE_BYTES = CHUNK_BYTES + ENVELOPE_BYTES  # bytes of any one message; grpc refuses larger ones unread

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from peerloom.protocol.effects import ScorePeer
 from peerloom.protocol.errors import InvalidTransition
-from peerloom.protocol.limits import CHUNK_BYTES, MAX_PIECES, piece_length, pieces_of
+from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES, MAX_PIECES, piece_length, pieces_of
 from peerloom.protocol.messages import FetchRequest, StateManifest, StatePiece
 from peerloom.protocol.types import PeerId
 
@@ -98,14 +98,24 @@ class _Stored:
 class FetchMachine:
     """Decides one fetch: `start()`, then `handle(event)` until FetchDone or FetchFailed.
 
+    A donor may not drip its state in pieces under `least_piece_bytes`.
     `donors` come best first; `layout` is the model's layout digest, `total_bytes` theta in fp32.
     """
 
-    def __init__(self, donors: Sequence[PeerId], layout: str, total_bytes: int, max_round_skew: int) -> None:
+    def __init__(
+        self,
+        donors: Sequence[PeerId],
+        layout: str,
+        total_bytes: int,
+        max_round_skew: int,
+        *,
+        least_piece_bytes: int = LEAST_CHUNK_BYTES,
+    ) -> None:
         if total_bytes <= 0:
             raise ValueError(f"total_bytes is {total_bytes}: a model has at least one parameter")
         self._donors = list(dict.fromkeys(donors))
         self._layout, self._total_bytes, self._skew = layout, total_bytes, max_round_skew
+        self._least_piece_bytes = least_piece_bytes
         self._turn, self._cycles, self._attempt = 0, 0, 0
         self._failures: dict[PeerId, str] = {}
         self._snapshots: dict[PeerId, str] = {}
@@ -167,7 +177,8 @@ class FetchMachine:
             return "its model has another layout"
         if manifest.total_bytes != self._total_bytes:
             return f"it announces {manifest.total_bytes} bytes, the model has {self._total_bytes}"
-        if not 0 < manifest.piece_bytes <= CHUNK_BYTES or manifest.piece_bytes % 4:
+        least = min(self._least_piece_bytes, self._total_bytes)
+        if not least <= manifest.piece_bytes <= CHUNK_BYTES or manifest.piece_bytes % 4:
             return f"it cuts its state into pieces of {manifest.piece_bytes} bytes"
         expected = pieces_of(self._total_bytes, manifest.piece_bytes)
         if expected > MAX_PIECES or len(manifest.piece_digests) != expected:

@@ -34,6 +34,10 @@ async def after_accept(kind: str, offer: Offer) -> AsyncIterator[ExchangeMessage
         case "out of order":
             yield Chunk(128, GOOD[128:])
             yield Chunk(0, GOOD[:128])
+        case "crumbs":
+            for offset in range(0, len(GOOD), 4):
+                yield Chunk(offset, GOOD[offset : offset + 4])
+                await asyncio.sleep(0.2 * TIMEOUT_S)
         case "endless":
             for offset in range(0, 1 << 20, len(GOOD)):
                 yield Chunk(offset, GOOD)
@@ -69,7 +73,8 @@ async def misbehave(swarm: Swarm, kind: str, record: PeerRecord) -> list[Exchang
 
 
 @pytest.mark.parametrize(
-    "kind", ["wrong digest", "nan", "out of order", "endless", "second offer", "early commit", "holds", "silence"]
+    "kind",
+    ["wrong digest", "nan", "out of order", "endless", "crumbs", "second offer", "early commit", "holds", "silence"],
 )
 def test_garbage_is_refused_and_the_round_ends(kind: str) -> None:
     async def scenario(swarm: Swarm) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from peerloom.node.payload import LEAST_CHUNK_BYTES, IncomingPayload, Pace, outgoing
+from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
-from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
 from peerloom.protocol.types import Encoding
 
@@ -43,15 +43,17 @@ def test_a_payload_arrives_whole() -> None:
     assert incoming.complete and into == payload()
 
 
-def test_gaps_excess_and_shortness_are_refused() -> None:
-    incoming = IncomingPayload(memoryview(bytearray(16)), "fp32")
-    for chunk in (Chunk(4, bytes(4)), Chunk(0, b""), Chunk(0, bytes(20)), Chunk(0, bytes(3))):
+def test_gaps_crumbs_excess_and_shortness_are_refused() -> None:
+    size = LEAST_CHUNK_BYTES + 16
+    incoming = IncomingPayload(memoryview(bytearray(size)), "fp32")
+    gap, crumb = Chunk(4, bytes(size)), Chunk(0, bytes(16))
+    for chunk in (gap, crumb, Chunk(0, b""), Chunk(0, bytes(size + 4)), Chunk(0, bytes(3))):
         with pytest.raises(MalformedMessage):
             incoming.add(chunk)
-    incoming.add(Chunk(0, bytes(12)))
-    with pytest.raises(MalformedMessage, match="12 of 16"):
+    incoming.add(Chunk(0, bytes(LEAST_CHUNK_BYTES)))
+    with pytest.raises(MalformedMessage, match=f"{LEAST_CHUNK_BYTES} of {size}"):
         incoming.end(PayloadEnd(blake3(bytes(12)).digest()))
-    incoming.add(Chunk(12, bytes(4)))
+    incoming.add(Chunk(LEAST_CHUNK_BYTES, bytes(16)))
     with pytest.raises(DigestMismatch):
         incoming.end(PayloadEnd(bytes(32)))
     assert not incoming.complete
@@ -59,7 +61,7 @@ def test_gaps_excess_and_shortness_are_refused() -> None:
 
 @pytest.mark.parametrize(("encoding", "bad"), [("fp32", np.float32(np.nan)), ("fp32", np.float32(-np.inf))])
 def test_non_finite_numbers_are_refused(encoding: Encoding, bad: np.float32) -> None:
-    incoming = IncomingPayload(memoryview(bytearray(16)), encoding)
+    incoming = IncomingPayload(memoryview(bytearray(8)), encoding)
     with pytest.raises(BadPayload):
         incoming.add(Chunk(0, np.array([1.0, bad], dtype="<f4").tobytes()))
 

@@ -169,17 +169,17 @@ def test_only_the_next_round_is_trained(source: Path, tmp_path: Path) -> None:
         task(tiny_spec(source), tmp_path).train(4, never)
 
 
-def test_a_full_disk_stops_the_round_before_it_trains(
+def test_a_disk_that_refuses_the_cursor_stops_the_round_before_it_trains(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = task(tiny_spec(source), tmp_path)
     before = state(worker)
 
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(fd: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("peerloom.node.cursor.replace_file", full)
-    with pytest.raises(StorageError, match="free some space"):
+    monkeypatch.setattr("os.pwrite", refuse)
+    with pytest.raises(StorageError, match="I/O error"):
         worker.train(0, never)
     assert_equal(state(worker), before)
     monkeypatch.undo()

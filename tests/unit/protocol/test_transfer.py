@@ -49,7 +49,7 @@ class Bench:
     """A machine and the theta that its effects have put together."""
 
     def __init__(self, *donors: PeerId) -> None:
-        self.machine = FetchMachine(donors, "L", TOTAL, SKEW)
+        self.machine = FetchMachine(donors, "L", TOTAL, SKEW, least_piece_bytes=4)
         self.theta = bytearray(TOTAL)
         self.last = self.machine.start()
 
@@ -178,7 +178,7 @@ def test_a_manifest_that_does_not_fit_is_a_fault(changes: dict[str, object], wor
 
 
 def test_an_honest_manifest_of_too_many_pieces_is_refused() -> None:
-    machine = FetchMachine([A], "L", 4 * 40_000, SKEW)
+    machine = FetchMachine([A], "L", 4 * 40_000, SKEW, least_piece_bytes=4)
     machine.start()
     many = StateManifest("s", 1, 1, "L", 4 * 40_000, 4, (b"\0" * 32,) * 40_000, None)
     assert machine.handle(ManifestReceived(1, many))[0] == ScorePeer(A, "bad_manifest")
@@ -288,3 +288,10 @@ def test_whatever_donors_do_a_finished_theta_holds_only_announced_pieces(seed: i
         assert all(sources)
         rounds = {round for source in sources for round in source}
         assert max(rounds) - min(rounds) <= SKEW
+
+
+def test_a_donor_that_drips_its_state_is_refused() -> None:
+    machine = FetchMachine([A], "L", 1 << 20, SKEW)
+    machine.start()
+    crumbs = StateManifest("s", 1, 1, "L", 1 << 20, 4096, (b"\0" * 32,) * 256, None)
+    assert machine.handle(ManifestReceived(1, crumbs))[0] == ScorePeer(A, "bad_manifest")
