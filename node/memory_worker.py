@@ -155,7 +155,7 @@ class MemoryWorker:
 
     def outbox(self) -> memoryview:
         """The encoded proposal."""
-        return _bytes(self._outbox)
+        return _bytes(self._outbox).toreadonly()
 
     def inbox(self) -> memoryview:
         """Where a partner's proposal goes."""
@@ -163,7 +163,7 @@ class MemoryWorker:
 
     def theta(self) -> memoryview:
         """The round's start point."""
-        return _bytes(self._theta)
+        return _bytes(self._theta).toreadonly()
 
     async def finish(self, mix: bool) -> RoundFinished:
         """Mixes with weight 1 and steps to the next round."""

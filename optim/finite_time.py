@@ -1,8 +1,8 @@
 """Sequences of sparse graphs whose mixing matrices multiply to the exact average, whatever the start.
 
-Each is a list of `Graph`s on 0..n-1, one a round, to be run with alpha = 1 and repeated: the mixing matrix of a round is
-I - Lambda, so that an edge of weight lambda moves lambda / 2 of the difference. They are pure functions of integers and
-use no random numbers: every machine builds the same.
+Each is a list of `Graph`s on 0..n-1, one a round, to be run with alpha = 1 and repeated: the mixing matrix of a round
+is I - Lambda, so that an edge of weight lambda moves lambda / 2 of the difference. They are pure functions of integers
+and use no random numbers: every machine builds the same.
 """
 
 from __future__ import annotations

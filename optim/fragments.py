@@ -10,7 +10,7 @@ ALIGNMENT = 256  # elements, so that no int8 block and no vector instruction str
 
 
 def fragments(numel: int, count: int, alignment: int = ALIGNMENT) -> list[slice]:
-    """`count` contiguous slices that cover [0, numel), each start a multiple of `alignment`, sizes apart by at most that.
+    """`count` contiguous slices that cover [0, numel), starts multiples of `alignment`, sizes apart by at most that.
 
     The last one's end is numel itself. Raises ValueError where there are fewer aligned places than fragments.
     """
@@ -35,11 +35,15 @@ def due_after(step: int, local_steps: int, count: int) -> list[int]:
 
 
 def offset(fragment: int, local_steps: int, count: int) -> int:
-    """The local step of a round, 1 to local_steps, after which the fragment is exchanged: ceil((fragment + 1) H / F)."""
+    """The local step of a round, 1 to H, after which the fragment is exchanged: ceil((fragment + 1) H / F)."""
     return -(-(fragment + 1) * local_steps // count)
 
 
-def exchange_number(step: int, local_steps: int, count: int) -> int:
-    """How many fragment exchanges were due before those of `step`: a counter that all nodes share at equal steps."""
-    done, within = divmod(step - 1, local_steps)
-    return done * count + sum(offset(f, local_steps, count) <= within for f in range(count))
+def own_round(step: int, local_steps: int, count: int, fragment: int) -> int:
+    """How many exchanges of this fragment were due before those of `step`: its round, counted from 0.
+
+    A sequence of graphs or groups that repeats is to be indexed with own_round + fragment. A counter over all exchanges
+    would meet each fragment at the same place of the sequence whenever the period divides `count`: with 4 fragments and
+    groups of 4 on 16 nodes, whose period is 2, no fragment would ever leave its half of the hypercube.
+    """
+    return (step - 1 + local_steps - offset(fragment, local_steps, count)) // local_steps

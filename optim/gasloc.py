@@ -41,7 +41,8 @@ class GASLoC:
     `params` is the flat fp32 tensor that the model's parameters are views of: y and the next theta are then written in
     place, and the memory beyond it is `theta`, `previous` and about 1 MiB (32 MiB on an accelerator). Tensors of other
     shapes and dtypes, or several, work too, at the price of one more fp32 copy. `buffers` gives the memory for theta
-    and previous, in shared memory for instance; both are overwritten. Arithmetic is in fp32 throughout.
+    and previous, in shared memory for instance; both are overwritten. Arithmetic is in fp32 throughout. A fragment of
+    the model with rounds of its own is a GASLoC over a slice of the flat tensor.
 
     `theta` (the point this round started from) and `previous` stay constant from `start_round` to `mix`. Raises
     ValueError for hyper-parameters outside eta > 0, alpha > 0, 0 <= gamma < 1, momentum "pre" or "post", and for
@@ -108,10 +109,19 @@ class GASLoC:
             _check_flat("a neighbour's proposal", y_j, self.numel)
         if own is not None:
             _check_flat("own", own, self.numel)
-        for chunk in _chunks(self._y):
-            self._mix_chunk(chunk, neighbors, own)
-        self._scatter()
-        self._phase = "between rounds"
+        self._end_round(lambda chunk: self._draw_to_neighbors(chunk, neighbors, own))
+
+    def mix_mean(self, mean: Tensor, own: Tensor | None = None) -> None:
+        """Ends the round with the mean over a group that this worker is in: mix = y - alpha (y - mean).
+
+        It is `mix` with weight 2 / g for each of the g - 1 others. With alpha = 1 and no `own`, mix is `mean` bit for
+        bit, so that "post" workers whose `previous` agrees stay equal. `mean` and `own` as in `mix`.
+        """
+        self._expect("at the exchange", "mix_mean")
+        _check_flat("mean", mean, self.numel)
+        if own is not None:
+            _check_flat("own", own, self.numel)
+        self._end_round(lambda chunk: self._draw_to_mean(chunk, mean, own))
 
     def adopt(self, theta: Tensor) -> None:
         """Starts over from another worker's theta (flat): params = theta = previous; a round under way is dropped."""
@@ -136,27 +146,40 @@ class GASLoC:
             _check_flat(f"the state's {name}", state[name], self.numel)
         self._restore(state["theta"], state["previous"])
 
-    def _mix_chunk(self, chunk: slice, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None) -> None:
-        y, previous = self._y[chunk], self.previous[chunk]
+    def _end_round(self, mix: Callable[[slice], None]) -> None:
+        """`mix` turns a chunk of y into mix; momentum and the next theta are the same for all forms of mixing."""
+        for chunk in _chunks(self._y):
+            y, previous = self._y[chunk], self.previous[chunk]
+            if self.momentum == "pre":
+                push = (y - previous).mul_(self.gamma)
+                previous.copy_(y)
+                mix(chunk)
+            else:
+                mix(chunk)
+                push = (y - previous).mul_(self.gamma)
+                previous.copy_(y)
+            y.add_(push)
+            self.theta[chunk].copy_(y)
+        self._scatter()
+        self._phase = "between rounds"
+
+    def _draw_to_neighbors(self, chunk: slice, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None) -> None:
+        y = self._y[chunk]
         seen = y if own is None else _fp32(own[chunk], y)
         term: Tensor | None = None
         for weight, y_j in neighbors:
             part = (seen - _fp32(y_j[chunk], y)).mul_(weight / 2)
             term = part if term is None else term.add_(part)
         if term is not None:
-            term.mul_(self.alpha)
-        if self.momentum == "pre":
-            push = (y - previous).mul_(self.gamma)
-            previous.copy_(y)
-            if term is not None:
-                y.sub_(term)
+            y.sub_(term.mul_(self.alpha))
+
+    def _draw_to_mean(self, chunk: slice, mean: Tensor, own: Tensor | None) -> None:
+        y = self._y[chunk]
+        target = _fp32(mean[chunk], y)
+        if own is None and self.alpha == 1:
+            y.copy_(target)
         else:
-            if term is not None:
-                y.sub_(term)
-            push = (y - previous).mul_(self.gamma)
-            previous.copy_(y)
-        y.add_(push)
-        self.theta[chunk].copy_(y)
+            y.sub_(((y if own is None else _fp32(own[chunk], y)) - target).mul_(self.alpha))
 
     def _restore(self, theta: Tensor, previous: Tensor) -> None:
         self.previous.copy_(previous)

@@ -19,9 +19,10 @@ Groups = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """One member's part in one step: send [send_start, send_stop) of the flat vector to `peer`, receive the other range.
+    """One member's part in one step: send [send_start, send_stop) of the flat vector to `peer`, receive the other one.
 
-    In "reduce" what is received is added to the member's own, in "share" it replaces it. `peer` is a place in the group.
+    In "reduce" what is received is added to the member's own, in "share" it replaces it. `peer` is a place in the
+    group.
     """
 
     phase: Phase
@@ -99,7 +100,7 @@ def hypercube_groups(n: int, size: int, round: int) -> Groups:
 
 
 def random_groups(n: int, size: int, seed: int, round: int) -> Groups:
-    """Random groups of 0..n-1, the same on every machine; what is left over forms smaller powers of 2, one may be alone.
+    """Random groups of 0..n-1, the same on every machine; who is left over forms smaller powers of 2, perhaps of one.
 
     The nodes in order of the SHA-256 digest of f"peerloom-groups-v1:{seed}:{round}:{i}" are cut into groups of `size`.
     The order within a group is that of its indices.

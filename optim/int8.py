@@ -69,9 +69,7 @@ def write(y: Tensor, scales: Tensor, numbers: Tensor, dither: Dither) -> None:
 def read(scales: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes both parts into `out`, fp32."""
     whole = numbers.numel() // BLOCK * BLOCK
-    torch.mul(
-        numbers[:whole].view(-1, BLOCK), scales[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK)
-    )
+    torch.mul(numbers[:whole].view(-1, BLOCK), scales[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
     if whole < numbers.numel():
         torch.mul(numbers[whole:], scales[-1], out=out[whole:])
 

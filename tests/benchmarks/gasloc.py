@@ -160,8 +160,8 @@ def time_rows(found: dict[str, Best]) -> list[Row]:
                 unit="fast machine's steps",
                 baseline=DILOCO,
                 baseline_value=world.diloco_ticks(diloco, diloco.steps / diloco.h),
-                setting=f"{outcome}{timed.label}, loss {target:.4f}, {diloco.workers} workers, a copy in {COPY_TICKS:g} steps,"
-                f" utilization of the fast machines {result['utilization']:.3f}",
+                setting=f"{outcome}{timed.label}, loss {target:.4f}, {diloco.workers} workers,"
+                f" a copy in {COPY_TICKS:g} steps, utilization of the fast machines {result['utilization']:.3f}",
             )
         )
     return rows
