@@ -195,4 +195,5 @@ class MemoryWorker:
         return Path(f"memory-{self._round}")
 
     async def stop(self) -> None:
-        """Nothing to free."""
+        """Ends this life; nothing is to be freed."""
+        self._dead = self._dead or "the worker was stopped"
