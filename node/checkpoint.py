@@ -42,6 +42,7 @@ class Meta:
     adam_steps: int  # inner steps since the moments were last fresh
     adopted_at: int | None = None  # step at which a donor's state was taken, while the rate warms up again
     held_out_loss: float | None = None
+    distances: list[float] = field(default_factory=list)  # to partners, behind the clip's median
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 

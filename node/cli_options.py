@@ -63,6 +63,12 @@ def _node(
     data: Annotated[
         str | None, typer.Option(help="Text to train on here, not the run's data.source.", rich_help_panel=_NODE)
     ] = None,
+    max_upload: Annotated[
+        int | None, typer.Option(help="Bytes a second sent to peers at most; 0: no cap.", rich_help_panel=_NODE)
+    ] = None,
+    max_download: Annotated[
+        int | None, typer.Option(help="Bytes a second received from peers at most; 0: no cap.", rich_help_panel=_NODE)
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Local port of /metrics and /healthz.", rich_help_panel=_NODE)
     ] = None,

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSourc
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
 from peerloom.node.folders import Folders
+from peerloom.protocol.bucket import LEAST_CAP
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.spec_rules import shown
 from peerloom.protocol.spec_toml import closest
@@ -26,6 +27,7 @@ from peerloom.protocol.types import PeerId
 PREFIX = "PEER_"
 MAX_TOML_BYTES = 65_536
 _PORT = "an integer from 0 to 65535 (0: any free one)"
+_RATE = f"0, or an integer from {LEAST_CAP} to 1000000000000"
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 EXAMPLES = {  # of settings without a fixed default
@@ -74,6 +76,8 @@ class NodeConfig(BaseSettings):
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
     )
+    max_upload: int = _setting(0, "bytes a second sent to peers at most; 0: no cap", _RATE, ge=0, le=10**12)
+    max_download: int = _setting(0, "bytes a second received from peers at most; 0: no cap", _RATE, ge=0, le=10**12)
     allow: tuple[PeerId, ...] = _setting(
         (), "peer ids to deal with; empty: everyone", "a list of peer ids, 12D3KooW..."
     )
@@ -156,6 +160,13 @@ class NodeConfig(BaseSettings):
     @classmethod
     def _check_device(cls, value: str) -> str:
         return _each((value,), lambda device: bool(_DEVICE.fullmatch(device)))[0]
+
+    @field_validator("max_upload", "max_download")
+    @classmethod
+    def _check_rate(cls, value: int) -> int:
+        if 0 < value < LEAST_CAP:  # a chunk would outlast the patience of the peer that waits for it
+            raise ValueError(value)
+        return value
 
     @field_validator("allow")
     @classmethod

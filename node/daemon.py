@@ -30,6 +30,7 @@ from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.seams import FIRST_STEP, WorkerPort
 from peerloom.node.specs import verify_spec
+from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
 from peerloom.node.worker.port import WorkerProcess
@@ -123,6 +124,7 @@ async def run_node(
             spec_hash=run_spec.spec_hash(),
             listen=tuple((host, config.grpc_port) for host in config.listen),
             announce=config.announce,
+            caps=Caps(config.max_upload, config.max_download),
             clock=clock,
             rng=random.Random(secrets.randbits(64)),
             allow=(lambda peer: peer in config.allow) if config.allow else None,

@@ -98,6 +98,7 @@ def _address(value: str) -> str:
 _Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 _Version = Annotated[int, Field(ge=1, le=limits.MAX_PROTOCOL)]
 _Wall = Annotated[float, Field(ge=0, le=limits.MAX_WALL_S)]
+_SketchValue = Annotated[float, Field(ge=-limits.MAX_SKETCH_VALUE, le=limits.MAX_SKETCH_VALUE)]
 _Hex = Annotated[str, Field(max_length=limits.MAX_DIGEST_CHARS, pattern=r"^[0-9a-f]*$")]
 _RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _PeerIdText = Annotated[str, Field(max_length=limits.MAX_PEER_ID_CHARS)]
@@ -133,6 +134,7 @@ class _Record(_Model):
     loss: float | None
     up_bytes: _Count
     down_bytes: _Count
+    sketch: Annotated[tuple[_SketchValue, ...], Field(max_length=limits.MAX_SKETCH)] = ()
 
 
 class _PeerBody(_Model):
@@ -160,10 +162,11 @@ _BODY: TypeAdapter[_PeerBody | _GoneBody | _SpecBody] = TypeAdapter(
 
 
 def fit(record: PeerRecord) -> PeerRecord:
-    """This node's own record with its free text made fit to send, and a loss that is no number left out."""
+    """This node's own record with its free text made fit to send, and a loss or sketch that is no number left out."""
     loss = record.loss if record.loss is not None and math.isfinite(record.loss) else None
     name = checks.shown(record.name, limits.MAX_NAME_CHARS)
-    return replace(record, name=name, reason=checks.shown(record.reason), loss=loss)
+    sketch = checks.fit_sketch(record.sketch)
+    return replace(record, name=name, reason=checks.shown(record.reason), loss=loss, sketch=sketch)
 
 
 def check_peer(record: PeerRecord) -> None:

@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from peerloom.node.seams import Clock
 from peerloom.protocol.errors import LinkError, RunMismatch
-from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.limits import CHUNK_BYTES, MAX_PIECES
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
 
 MAX_FETCHES = 4  # at once: each reads at the speed of its own link
@@ -31,11 +31,37 @@ class Snapshot:
         return self.data[start : start + self.manifest.piece_bytes]
 
 
-def manifest_of(data: bytes, *, round: int, step: int, layout: str, held_out_loss: float | None) -> StateManifest:
+def manifest_of(
+    data: bytes, *, round: int, step: int, layout: str, held_out_loss: float | None, piece_bytes: int = CHUNK_BYTES
+) -> StateManifest:
     """Describes a snapshot; its name is the digest of the piece digests with the round."""
-    digests = tuple(blake3(data[i : i + CHUNK_BYTES]).digest() for i in range(0, len(data), CHUNK_BYTES))
+    digests = _digests(data, piece_bytes)
     name = blake3(round.to_bytes(8, "big") + b"".join(digests)).hexdigest()[:32]
-    return StateManifest(name, round, step, layout, len(data), CHUNK_BYTES, digests, held_out_loss)
+    return StateManifest(name, round, step, layout, len(data), piece_bytes, digests, held_out_loss)
+
+
+def recut(snapshot: Snapshot, piece_bytes: int) -> Snapshot:
+    """The same state in pieces of another size; shares its memory."""
+    old = snapshot.manifest
+    manifest = manifest_of(
+        snapshot.data,
+        round=old.round,
+        step=old.step,
+        layout=old.layout,
+        held_out_loss=old.held_out_loss,
+        piece_bytes=piece_bytes,
+    )
+    return Snapshot(manifest, snapshot.data, snapshot.read_at)
+
+
+def piece_size(wished: int, total_bytes: int) -> int:
+    """Bytes a piece, a multiple of 4: as wished (0: any), unless MAX_PIECES of them would not hold the state."""
+    least = -(-total_bytes // MAX_PIECES // 4) * 4
+    return min(CHUNK_BYTES, max(wished or CHUNK_BYTES, least))
+
+
+def _digests(data: bytes, piece_bytes: int) -> tuple[bytes, ...]:
+    return tuple(blake3(data[i : i + piece_bytes]).digest() for i in range(0, len(data), piece_bytes))
 
 
 class Donor:
@@ -58,13 +84,24 @@ class Donor:
             raise LinkError(f"this donor already serves {MAX_FETCHES} fetches")
         self._fetches += 1
         try:
-            snapshot = self._snapshots.get(request.snapshot) or await self._fresh(current_round)
+            snapshot = self._snapshots.get(request.snapshot) or await self._cut(current_round, request)
             yield snapshot.manifest
             for index in range(request.start_piece, len(snapshot.manifest.piece_digests)):
                 snapshot.read_at = self._clock.monotonic()
                 yield StatePiece(index, snapshot.piece(index))
         finally:
             self._fetches -= 1
+
+    async def _cut(self, current_round: int, request: FetchRequest) -> Snapshot:
+        """A fresh snapshot in pieces of the size asked for, kept in place of the same one in others."""
+        snapshot = await self._fresh(current_round)
+        size = piece_size(request.max_piece_bytes, len(snapshot.data))
+        if snapshot.manifest.piece_bytes == size:
+            return snapshot
+        again = recut(snapshot, size)
+        self._snapshots.pop(snapshot.manifest.snapshot, None)
+        self._snapshots[again.manifest.snapshot] = again
+        return again
 
     async def _fresh(self, current_round: int) -> Snapshot:
         async with self._taking:

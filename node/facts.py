@@ -37,6 +37,7 @@ class Facts:
     tokens: int = 0
     tokens_per_s: float = 0.0
     loss: float | None = None
+    sketch: tuple[float, ...] = ()
     partners: Counter[PeerId] = field(default_factory=Counter)
     counters: dict[str, float] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Facts:
         """Takes what the worker built or resumed."""
         self.init_digest, self.layout_digest = ready.init_digest, ready.layout_digest
         self.round, self.step, self.tokens = ready.round, ready.step, ready.tokens
-        self.loss = ready.held_out_loss
+        self.loss, self.sketch = ready.held_out_loss, ready.sketch
         self.changed()
 
     def trained(self, trained: RoundTrained) -> None:
@@ -67,7 +68,7 @@ class Facts:
 
     def finished(self, finished: RoundFinished, rate: float) -> None:
         """Takes the end of a round, `rate` being its tokens/s, exchange included."""
-        self.round = finished.round
+        self.round, self.sketch = finished.round, finished.sketch
         if finished.held_out_loss is not None:
             self.loss = finished.held_out_loss
         smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
@@ -98,6 +99,7 @@ class Facts:
             loss=self.loss,
             up_bytes=up,
             down_bytes=down,
+            sketch=self.sketch,
         )
 
     def status(self) -> NodeStatus:

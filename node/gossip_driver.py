@@ -16,7 +16,15 @@ from collections.abc import Callable
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
 from peerloom.protocol import effects, events
-from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError
+from peerloom.protocol.errors import (
+    BadPayload,
+    LimitExceeded,
+    LinkError,
+    MalformedMessage,
+    PeerError,
+    PeerloomError,
+    ProtocolError,
+)
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.limits import LEAST_RATE
 from peerloom.protocol.messages import (
@@ -293,6 +301,8 @@ class GossipDriver:
                 if job.done() and not job.cancelled():
                     job.result()
         except PeerError as error:
+            if isinstance(error, BadPayload):
+                self._count("gossip_bad_payloads", 1.0)
             self._break(exchange, str(error), isinstance(error, ProtocolError))
             raise
         finally:
@@ -370,7 +380,7 @@ class GossipDriver:
                 return
 
     async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream) -> None:
-        pace = Pace()
+        pace = Pace(stream.chunk_bytes)
         for message in outgoing(self._worker.outbox(), pace):
             if exchange.over:
                 return

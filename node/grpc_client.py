@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from peerloom.node.backoff import Backoff
 from peerloom.node.grpc_wire import (
+    CAPPED_OPTIONS,
     CLIENT_OPTIONS,
     HELLO,
     PROVE,
     TOKEN_KEY,
     Channel,
-    Traffic,
     UnknownSession,
     Unreachable,
     aio,
@@ -24,6 +24,7 @@ from peerloom.node.grpc_wire import (
 )
 from peerloom.node.identity import Identity, verify
 from peerloom.node.seams import Clock
+from peerloom.node.throttle import Traffic
 from peerloom.node.tls import TARGET_NAME, fingerprint, pinned_pem
 from peerloom.protocol import checks, codec, handshake, limits
 from peerloom.protocol.errors import AuthenticationError, LinkError, PeerError, PeerloomError
@@ -111,7 +112,7 @@ class PeerLink:
                 self._drop(self._channel)
         failures: list[PeerError] = []
         for address in self.record.addresses:
-            channel = open_channel(address, self.record.cert_der)
+            channel = open_channel(address, self.record.cert_der, capped=bool(self._traffic.caps.download))
             try:
                 return channel, await self._prove_on(channel)
             except PeerError as error:  # another host, or nobody, may be at one address of several
@@ -152,7 +153,7 @@ class PeerLink:
         handshake.check_same_run(self._claim, theirs)
 
     async def _ask(self, channel: Channel, path: str, data: bytes) -> bytes:
-        return await ask(channel, path, data, (), DIAL_S, self._traffic)
+        return await ask(channel, path, data, (), DIAL_S, self._traffic, at_once=True)
 
     def _forget(self, token: bytes) -> None:
         if self._token == token:
@@ -167,24 +168,39 @@ class PeerLink:
             task.add_done_callback(self._background.discard)
 
 
-def open_channel(address: str, cert_der: bytes) -> Channel:
+def open_channel(address: str, cert_der: bytes, *, capped: bool = False) -> Channel:
     """A channel that trusts the one certificate; raises MalformedMessage for an address or certificate that is none."""
     credentials = grpc.ssl_channel_credentials(root_certificates=pinned_pem(cert_der))
-    options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", TARGET_NAME))
+    options = (*CLIENT_OPTIONS, *(CAPPED_OPTIONS if capped else ()), ("grpc.ssl_target_name_override", TARGET_NAME))
     return aio.secure_channel(f"dns:///{checks.address(address)}", credentials, options=options)
 
 
 async def ask(
-    channel: Channel, path: str, data: bytes, metadata: Metadata, timeout_s: float, traffic: Traffic
+    channel: Channel,
+    path: str,
+    data: bytes,
+    metadata: Metadata,
+    timeout_s: float,
+    traffic: Traffic,
+    *,
+    at_once: bool = False,
 ) -> bytes:
-    """One unary call; raises the peer's error, or LinkError."""
+    """One unary call, held to the caps unless `at_once`; raises the peer's error, or LinkError."""
+    if not at_once:
+        await traffic.may_send(len(data))
     call = channel.unary_unary(path)(data, timeout=timeout_s, metadata=metadata)
-    traffic.sent += len(data)
+    if at_once:
+        traffic.note(sent=len(data))
+    else:
+        traffic.sent += len(data)
     try:
         reply = bytes(await call)
     except aio.AioRpcError as error:
         raise raised(error) from None
     except aio.UsageError:
         raise Unreachable("the channel has been closed") from None
-    traffic.received += len(reply)
+    if at_once:
+        traffic.note(received=len(reply))
+    else:
+        await traffic.took(len(reply))
     return reply

@@ -15,6 +15,7 @@ from peerloom.node.addresses import WILDCARDS, join
 from peerloom.node.grpc_session import HelloBudget, Sessions
 from peerloom.node.grpc_stream import ServerStream
 from peerloom.node.grpc_wire import (
+    CAPPED_OPTIONS,
     EXCHANGE,
     FETCH,
     HELLO,
@@ -24,13 +25,13 @@ from peerloom.node.grpc_wire import (
     STATUS,
     TOKEN_KEY,
     Context,
-    Traffic,
     abort,
     aio,
     grpc,
 )
 from peerloom.node.seams import Clock, PeerHandler
 from peerloom.node.slots import StreamSlots
+from peerloom.node.throttle import Traffic
 from peerloom.node.tls import Certificate
 from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError, PortInUse
@@ -67,7 +68,8 @@ class GrpcServer:
 
     async def start(self, certificate: Certificate, listen: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         """Listens on each (host, port), 0 for any port; returns what is bound. Raises PortInUse."""
-        server = aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        options = (*SERVER_OPTIONS, *(CAPPED_OPTIONS if self._traffic.caps.download else ()))
+        server = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         server.add_generic_rpc_handlers(self._handlers())
         credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
         try:
@@ -148,7 +150,7 @@ class GrpcServer:
         with self._slots.hold(peer):
             await context.send_initial_metadata(())
             request = codec.decode_fetch_request(await self._request(context))
-            pieces = self._handler.fetch(peer, request)
+            pieces = self._handler.fetch(peer, self._traffic.caps.asked(request))
             await self._run(self._send_all(context, pieces), f"serve-fetch-{peer[-6:]}")
 
     async def _send_all(self, context: Context, pieces: AsyncGenerator[StateMessage, None]) -> None:
@@ -194,10 +196,11 @@ class GrpcServer:
             raise LinkError(f"no request within {REQUEST_S:.0f} s") from None
         if data is aio.EOF:
             raise MalformedMessage("the call carries no request")
-        self._traffic.received += len(data)
+        await self._traffic.took(len(data))
         return bytes(data)
 
     async def _answer(self, context: Context, data: bytes) -> None:
+        await self._traffic.may_send(len(data))
         try:
             await context.write(data)
         except aio.BaseError as error:

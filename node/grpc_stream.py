@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
-from peerloom.node.grpc_wire import OWN_FAULT, Call, Context, Traffic, aio, error_of, grpc, raised, told
+from peerloom.node.grpc_wire import OWN_FAULT, Call, Context, aio, error_of, grpc, raised, told
+from peerloom.node.throttle import ChunkSize, Traffic
 from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.messages import ExchangeMessage
@@ -26,6 +27,7 @@ class GrpcStream(ABC):
     def __init__(self, peer: PeerId, traffic: Traffic) -> None:
         self._peer = peer
         self._traffic = traffic
+        self._chunk_size = ChunkSize(traffic.caps)
         self._sending = asyncio.Lock()
         self._reading: asyncio.Task[Received] | None = None
         self._outcome: PeerloomError | None = None
@@ -37,10 +39,16 @@ class GrpcStream(ABC):
         """The authenticated peer at the other end."""
         return self._peer
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk to send here."""
+        return self._chunk_size.bytes
+
     async def send(self, message: ExchangeMessage) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
-        data = codec.encode_exchange(message)
+        data = codec.encode_exchange(self._chunk_size.sending(message))
         async with self._sending:
+            await self._traffic.may_send(len(data))
             if self._closed:
                 raise LinkError("this side has closed the stream")
             await self._write(data)
@@ -63,11 +71,12 @@ class GrpcStream(ABC):
         if isinstance(message, codec.StreamEnd):
             self._ended = True
             return None
+        self._chunk_size.received(message)
         return message
 
     async def _next(self) -> bytes | None:
         if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
+            self._reading = asyncio.create_task(self._read_at_pace())
         reading = self._reading
         try:
             data = await asyncio.shield(reading)
@@ -79,7 +88,12 @@ class GrpcStream(ABC):
             self._reading = None
         if isinstance(data, PeerloomError):
             raise data
-        self._traffic.received += len(data or b"")
+        return data
+
+    async def _read_at_pace(self) -> Received:
+        data = await self._read()
+        if isinstance(data, bytes):
+            await self._traffic.took(len(data))
         return data
 
     @abstractmethod

@@ -20,7 +20,6 @@ from peerloom.node.grpc_wire import (
     STATUS,
     Call,
     Channel,
-    Traffic,
     Unreachable,
     aio,
     error_of,
@@ -29,6 +28,7 @@ from peerloom.node.grpc_wire import (
 )
 from peerloom.node.identity import Identity
 from peerloom.node.seams import Clock, ExchangeStream, PeerHandler
+from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.node.tls import Certificate, fingerprint
 from peerloom.protocol import checks, codec
 from peerloom.protocol.errors import ConfigError, LinkError, MalformedMessage, PeerloomError
@@ -47,8 +47,8 @@ class GrpcTransport:
     """Implements seams.Transport; see there for the calls.
 
     `listen` is one (host, port) or several, port 0 for any. `announce` replaces the addresses found by itself; an
-    entry without a port gets the bound one. `allow` says which peers may call; None: all of the run. Without start()
-    it only calls, as `peer status` does with an identity of its own.
+    entry without a port gets the bound one. `caps` hold over all calls. `allow` says which peers may call; None: all of
+    the run. Without start() it only calls, as `peer status` does with an identity of its own.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class GrpcTransport:
         announce: Sequence[str] = (),
         allow: Callable[[PeerId], bool] | None = None,
         protocol_range: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
+        caps: Caps = NO_CAPS,
     ) -> None:
         self._identity = identity
         self._certificate = certificate
@@ -80,7 +81,7 @@ class GrpcTransport:
             protocol_min=protocol_range[0],
             protocol_max=protocol_range[1],
         )
-        self._traffic = Traffic()
+        self._traffic = Traffic(clock, caps)
         self._links: OrderedDict[PeerId, PeerLink] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         self._server: GrpcServer | None = None
@@ -123,17 +124,17 @@ class GrpcTransport:
 
     async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Streams a donor's state; leaving the iteration cancels the call."""
-        data = codec.encode_fetch_request(request)
+        data = codec.encode_fetch_request(self._traffic.caps.asking(request))
 
         async def attempt(channel: Channel, metadata: Metadata) -> Call:
             return await _set_up(lambda: channel.unary_stream(FETCH)(data, metadata=metadata))
 
         with self._link(peer) as link:
             call = await link.call(attempt)
-            self._traffic.sent += len(data)
+            self._traffic.note(sent=len(data))
             try:
                 while (piece := await _read(call)) is not None:
-                    self._traffic.received += len(piece)
+                    await self._traffic.took(len(piece))
                     yield codec.decode_state(piece)
             finally:
                 call.cancel()

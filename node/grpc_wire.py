@@ -6,7 +6,6 @@ Import grpc from here: its settings must stand in the environment before it is l
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its fork handlers stall a process that spawns others
@@ -49,6 +48,10 @@ CLIENT_OPTIONS = (
     ("grpc.service_config_disable_resolution", 1),  # no TXT look-ups for a peer's host
     ("grpc.enable_retries", 0),  # retries are ours to decide
 )
+CAPPED_OPTIONS = (  # for a node with a download cap: whatever waits to be read has come already
+    ("grpc.http2.lookahead_bytes", 65_535),
+    ("grpc.http2.bdp_probe", 0),  # which would widen the window to what the link could carry
+)
 SERVER_OPTIONS = (
     *_SHARED_OPTIONS,
     ("grpc.so_reuseport", 0),  # two daemons on one port would share its connections and fail at random
@@ -80,14 +83,6 @@ class Unreachable(errors.LinkError):
 
 OWN_FAULT = "internal: the peer met an error of its own"  # all that a peer learns of a bug of ours
 _TOLD = {kind.__name__: kind for kind in (*_CODES, UnknownSession)}
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of all messages so far."""
-
-    sent: int = 0
-    received: int = 0
 
 
 def code_of(error: errors.PeerloomError) -> StatusCode:

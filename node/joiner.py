@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from peerloom.node.payload import all_finite
+from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
-from peerloom.protocol.errors import BadPayload, LinkError, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.errors import LinkError, NoDonor, PeerloomError, ProtocolError
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
     DonorFailed,
@@ -101,8 +101,8 @@ class Joiner:
                 message = await anext(stream, None)
             if message is None:
                 raise LinkError("its stream ended early")
-            if isinstance(message, StatePiece) and not all_finite(message.data, "fp32"):
-                raise BadPayload(f"non-finite parameters in piece {message.index}")
+            if isinstance(message, StatePiece):
+                check_numbers(message.data, "fp32")
             effects = machine.handle(_event(attempt, message))
             if self._store(effects, message, theta):
                 self._progress("fetching the model", machine.progress)

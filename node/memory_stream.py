@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from peerloom.node.seams import Clock
+from peerloom.node.throttle import ChunkSize, Traffic
 from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.messages import ExchangeMessage
@@ -102,15 +103,16 @@ def _set(waker: asyncio.Future[None]) -> None:
 
 
 class MemoryStream:
-    """One end of an exchange; `count(sent, received)` adds up bytes."""
+    """One end of an exchange."""
 
-    def __init__(
-        self, peer: PeerId, out: Pipe, back: Pipe, count: Callable[[int, int], None], *, is_client: bool
-    ) -> None:
+    def __init__(self, peer: PeerId, out: Pipe, back: Pipe, traffic: Traffic, *, is_client: bool) -> None:
         self._peer = peer
         self._out = out
         self._back = back
-        self._count = count
+        self._traffic = traffic
+        self._chunk_size = ChunkSize(traffic.caps)
+        self._sending = asyncio.Lock()
+        self._at_hand: bytes | None = None  # taken from the pipe by a receive() that was cancelled
         self._is_client = is_client
         self._outcome: PeerloomError | None = None
         self._ended = False
@@ -121,13 +123,20 @@ class MemoryStream:
         """The peer at the other end."""
         return self._peer
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk to send here."""
+        return self._chunk_size.bytes
+
     async def send(self, message: ExchangeMessage) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
-        data = codec.encode_exchange(message)
-        if self._closed:
-            raise LinkError("this side has closed the stream")
-        await self._out.put(data)
-        self._count(len(data), 0)
+        data = codec.encode_exchange(self._chunk_size.sending(message))
+        async with self._sending:
+            await self._traffic.may_send(len(data))
+            if self._closed:
+                raise LinkError("this side has closed the stream")
+            await self._out.put(data)
+        self._traffic.sent += len(data)
 
     async def receive(self) -> ExchangeMessage | None:
         """The next message, None at a clean end; raises LinkError or ProtocolError, and the same one from then on."""
@@ -136,7 +145,7 @@ class MemoryStream:
         if self._ended:
             return None
         try:
-            data = await self._back.get()
+            data = await self._next()
             message = codec.decode_exchange(data) if data is not None else codec.StreamEnd()
         except PeerloomError as error:
             self._outcome = error
@@ -144,8 +153,17 @@ class MemoryStream:
         if isinstance(message, codec.StreamEnd):
             self._ended = True
             return None
-        self._count(0, len(data or b""))
+        self._chunk_size.received(message)
         return message
+
+    async def _next(self) -> bytes | None:
+        """The next message once the cap lets it through; a cancelled wait loses neither it nor its place."""
+        if self._at_hand is None:
+            self._at_hand = await self._back.get()
+        if self._at_hand is not None:
+            await self._traffic.took(len(self._at_hand))
+        data, self._at_hand = self._at_hand, None
+        return data
 
     async def close(self) -> None:
         """Ends this side's half, or breaks both when the stream is broken already; safe to call twice."""

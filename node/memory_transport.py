@@ -17,6 +17,7 @@ from peerloom.node.backoff import Backoff
 from peerloom.node.memory_stream import MemoryStream, Pipe
 from peerloom.node.seams import Clock, ExchangeStream, PeerHandler
 from peerloom.node.slots import StreamSlots
+from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.protocol import codec, handshake
 from peerloom.protocol.errors import AuthenticationError, LinkError, PeerloomError
 from peerloom.protocol.handshake import RunClaim
@@ -168,6 +169,7 @@ class MemoryTransport:
         protocol_range: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         cert_der: bytes = b"memory",
         allow: Callable[[PeerId], bool] | None = None,
+        caps: Caps = NO_CAPS,
     ) -> None:
         self.peer_id = peer_id
         self.cert_der = cert_der
@@ -185,8 +187,7 @@ class MemoryTransport:
         self._slots = StreamSlots()
         self._backoffs: dict[PeerId, Backoff] = {}
         self._jobs: dict[asyncio.Task[None], None] = {}  # in order: a set would end them at random
-        self._sent = 0
-        self._received = 0
+        self._traffic = Traffic(hub.clock, caps)
         self._stopped = False
 
     async def start(self, handler: PeerHandler) -> tuple[str, ...]:
@@ -202,8 +203,8 @@ class MemoryTransport:
         slot.enter_context(server._slots.hold(self.peer_id))
         connection = self._hub.connect(self.peer_id, server.peer_id)
         out, back = connection.pipes
-        near = MemoryStream(peer.peer_id, out, back, self._count, is_client=True)
-        far = MemoryStream(self.peer_id, back, out, server._count, is_client=False)
+        near = MemoryStream(peer.peer_id, out, back, self._traffic, is_client=True)
+        far = MemoryStream(self.peer_id, back, out, server._traffic, is_client=False)
         job = asyncio.create_task(server._serve(far), name=f"serve-exchange-{self.peer_id[-6:]}")
         server._jobs[job] = None
 
@@ -219,16 +220,17 @@ class MemoryTransport:
         """Asks one node for its state."""
         server = await self._dial(peer)
         data = codec.encode_status(await server._own_handler().status())
-        server._count(len(data), 0)
+        await server._traffic.may_send(len(data))
+        server._traffic.sent += len(data)
         await self._hub.carry(server.peer_id, self.peer_id, len(data))
-        self._count(0, len(data))
+        await self._traffic.took(len(data))
         return codec.decode_status(data)
 
     async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Streams a donor's state."""
         server = await self._dial(peer)
-        asked = codec.encode_fetch_request(request)
-        self._count(len(asked), 0)
+        asked = codec.encode_fetch_request(self._traffic.caps.asking(request))
+        self._traffic.note(sent=len(asked))
         with server._slots.hold(self.peer_id):
             connection = self._hub.connect(self.peer_id, server.peer_id)
             pipe = connection.pipes[1]
@@ -237,7 +239,7 @@ class MemoryTransport:
             job.add_done_callback(lambda done: server._jobs.pop(done, None))
             try:
                 while (data := await pipe.get()) is not None:
-                    self._count(0, len(data))
+                    await self._traffic.took(len(data))
                     yield codec.decode_state(data)
             finally:
                 job.cancel()
@@ -246,7 +248,7 @@ class MemoryTransport:
 
     def bytes_moved(self) -> tuple[int, int]:
         """(sent, received) over all calls so far, served ones included."""
-        return self._sent, self._received
+        return self._traffic.sent, self._traffic.received
 
     async def stop(self) -> None:
         """Stops listening and ends all calls; safe to call twice."""
@@ -300,11 +302,13 @@ class MemoryTransport:
 
     async def _give(self, peer: PeerId, asked: bytes, pipe: Pipe) -> None:
         try:
-            async with aclosing(self._own_handler().fetch(peer, codec.decode_fetch_request(asked))) as pieces:
+            request = self._traffic.caps.asked(codec.decode_fetch_request(asked))
+            async with aclosing(self._own_handler().fetch(peer, request)) as pieces:
                 async for message in pieces:
                     data = codec.encode_state(message)
+                    await self._traffic.may_send(len(data))
                     await pipe.put(data)
-                    self._count(len(data), 0)
+                    self._traffic.sent += len(data)
         except asyncio.CancelledError:
             pipe.fail(LinkError("the peer has reset the stream"))
             raise
@@ -320,7 +324,3 @@ class MemoryTransport:
         if self._handler is None:
             raise LinkError(f"{self.peer_id} serves nothing yet")
         return self._handler
-
-    def _count(self, sent: int, received: int) -> None:
-        self._sent += sent
-        self._received += received

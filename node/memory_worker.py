@@ -15,8 +15,12 @@ from typing import Any
 import torch
 
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerDied, WorkerReady, WorkerSetup
-from peerloom.optim.encode import decode, encode, encoded_bytes
+from peerloom.node.worker.mixer import Mixer
+from peerloom.node.worker.pace import another_step
+from peerloom.optim.encode import encode, encoded_bytes
 from peerloom.optim.gasloc import GASLoC
+from peerloom.optim.int8 import Dither
+from peerloom.optim.projection import project
 
 NUMEL = 64
 PULL = 0.05  # share of the way to the optimum that one step goes
@@ -36,6 +40,7 @@ class MemoryDisk:
     tokens: int = 0
     saves: int = 0
     cursor: int = 0
+    distances: tuple[float, ...] = ()
 
 
 class MemoryWorker:
@@ -83,6 +88,7 @@ class MemoryWorker:
             momentum=spec.momentum,
             buffers=(self._theta, self._params.clone()),
         )
+        self._mixer = Mixer(self._method, spec, self._disk.distances)
         resumed = self._resume()
         progress("model", 1.0)
         return WorkerReady(
@@ -95,6 +101,7 @@ class MemoryWorker:
             tokens=self._tokens,
             held_out_loss=self._loss(),
             resumed=resumed,
+            sketch=self._sketch(),
         )
 
     def _resume(self) -> bool:
@@ -115,8 +122,9 @@ class MemoryWorker:
             raise ValueError(f"asked to train round {round} while round {self._round} is next")
         self._interrupted.clear()
         self._method.start_round()
-        first, started = self._disk.cursor, asyncio.get_running_loop().time()
-        for _ in range(self._setup.spec.gasloc.local_steps):
+        loop, first = asyncio.get_running_loop(), self._disk.cursor
+        started = loop.time()
+        while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
             try:
                 async with asyncio.timeout(self._step_s):
                     await self._interrupted.wait()
@@ -135,7 +143,7 @@ class MemoryWorker:
             tokens=self._tokens,
             first_batch=first,
             batches=self._disk.cursor - first,
-            seconds=asyncio.get_running_loop().time() - started,
+            seconds=loop.time() - started,
             train_loss=self._loss(),
         )
 
@@ -147,7 +155,9 @@ class MemoryWorker:
         self._tokens += self._setup.spec.train.batch_size * self._setup.spec.data.sequence_length
 
     def _propose(self) -> None:
-        encode(self._method.proposal(), self._setup.spec.gasloc.encoding, self._outbox)
+        spec = self._setup.spec
+        dither = Dither(spec.seed, self._round, self._setup.peer_id)
+        encode(self._method.proposal(), spec.gasloc.encoding, self._outbox, dither)
 
     async def interrupt(self) -> None:
         """Ends the local steps under way."""
@@ -166,24 +176,23 @@ class MemoryWorker:
         return _bytes(self._theta).toreadonly()
 
     async def finish(self, mix: bool) -> RoundFinished:
-        """Mixes with weight 1 and steps to the next round."""
+        """Mixes if told to, and steps to the next round."""
         self._check()
-        encoding = self._setup.spec.gasloc.encoding
-        if mix:
-            own = decode(self._outbox, encoding) if encoding != "fp32" else None
-            self._method.mix([(1.0, decode(self._inbox, encoding))], own=own)
-        else:
-            self._method.mix([])
+        mixed = self._mixer.mix(self._params, self._inbox, self._outbox) if mix else self._mixer.alone()
         self._round += 1
         due = self._round % self._setup.spec.train.eval_every_rounds == 0
-        return RoundFinished(round=self._round, held_out_loss=self._loss() if due else None)
+        loss = self._loss() if due else None
+        return RoundFinished(round=self._round, held_out_loss=loss, sketch=self._sketch(), **mixed._asdict())
+
+    def _sketch(self) -> tuple[float, ...]:
+        return tuple(project(self._method.theta, self._setup.spec.seed).tolist())
 
     async def adopt(self, round: int, step: int, theta: memoryview) -> RoundFinished:
         """Takes a donor's theta."""
         self._check()
         self._method.adopt(torch.frombuffer(bytearray(theta), dtype=torch.float32))
         self._round, self._step = round, step
-        return RoundFinished(round=round, held_out_loss=self._loss())
+        return RoundFinished(round=round, held_out_loss=self._loss(), sketch=self._sketch())
 
     async def save(self) -> Path:
         """Keeps the state on the disk."""
@@ -191,6 +200,7 @@ class MemoryWorker:
         state, disk = self._method.state_dict(), self._disk
         disk.method = {**state, "theta": state["theta"].clone(), "previous": state["previous"].clone()}
         disk.round, disk.step, disk.tokens = self._round, self._step, self._tokens
+        disk.distances = tuple(self._mixer.state())
         disk.saves += 1
         return Path(f"memory-{self._round}")
 

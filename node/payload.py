@@ -1,8 +1,9 @@
-"""One encoded proposal in, one out: offsets, lengths, digest and finiteness checked as the bytes pass."""
+"""One encoded proposal in, one out: offsets, lengths, digest and numbers checked as the bytes pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -12,23 +13,31 @@ from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
 from peerloom.protocol.types import Encoding
 
-ITEM_BYTES: dict[Encoding, int] = {"fp32": 4, "bf16": 2}
-QUICK_S, SLOW_S = 0.05, 0.5
-BF16_EXPONENT = np.uint16(0x7F80)
+INT8_BLOCK: Final = 128  # numbers that share a scale, as in optim.int8, which would bring torch into the daemon
+MAX_MAGNITUDE: Final = 65_536.0  # of a parameter: where fp16 ends; no model that anyone could use goes beyond
+_FP32_MOST: Final = int(np.float32(MAX_MAGNITUDE).view(np.uint32))
+_SCALE_MOST: Final = int(np.float32(MAX_MAGNITUDE / 127).view(np.uint32))
+_BF16_MOST: Final = _FP32_MOST >> 16
+FIRST_CHUNK_BYTES: Final = 64 << 10
+QUICK_S, SLOW_S = 0.05, 0.5  # of a chunk
 
 
 class Pace:
-    """How large the next chunk may be: small at first and over a slow link, so that both ends see bytes move."""
+    """How large the next chunk may be: small at first and over a slow link, so that both ends see bytes move.
 
-    def __init__(self) -> None:
-        self.chunk_bytes = LEAST_CHUNK_BYTES
+    `most` bounds it where one of them has a cap.
+    """
+
+    def __init__(self, most: int = CHUNK_BYTES) -> None:
+        self._most = most
+        self._least = self.chunk_bytes = min(FIRST_CHUNK_BYTES, most)
 
     def sent(self, seconds: float) -> None:
         """The last chunk took this long to be taken by the connection."""
         if seconds < QUICK_S:
-            self.chunk_bytes = min(2 * self.chunk_bytes, CHUNK_BYTES)
+            self.chunk_bytes = min(2 * self.chunk_bytes, self._most)
         elif seconds > SLOW_S:
-            self.chunk_bytes = max(self.chunk_bytes // 2, LEAST_CHUNK_BYTES)
+            self.chunk_bytes = max(self.chunk_bytes // 2 // 4 * 4, self._least)
 
 
 def outgoing(payload: memoryview, pace: Pace) -> Iterator[Chunk | PayloadEnd]:
@@ -45,14 +54,35 @@ def outgoing(payload: memoryview, pace: Pace) -> Iterator[Chunk | PayloadEnd]:
     yield PayloadEnd(digest.digest())
 
 
-def all_finite(data: bytes | memoryview, encoding: Encoding) -> bool:
-    """Whether a whole number of encoded values holds no NaN and no infinity; MalformedMessage for a broken number."""
-    if len(data) % ITEM_BYTES[encoding]:
-        raise MalformedMessage(f"{len(data)} bytes hold no whole number of {encoding} values")
-    if encoding == "fp32":
-        return bool(np.isfinite(np.frombuffer(data, dtype="<f4")).all())
-    exponents = np.frombuffer(data, dtype="<u2") & BF16_EXPONENT
-    return not bool((exponents == BF16_EXPONENT).any())
+def check_numbers(data: bytes | memoryview, encoding: Encoding) -> None:
+    """Raises BadPayload when a number is NaN, infinite or over MAX_MAGNITUDE, MalformedMessage when one is broken off.
+
+    For "int8", `data` are scales. One comparison finds all three: floats without their sign are ordered like the
+    integers of the same bits.
+    """
+    item = 2 if encoding == "bf16" else 4
+    if len(data) % item:
+        raise MalformedMessage(f"{len(data)} bytes end within a number of {item} bytes")
+    if encoding == "bf16":
+        largest, most, infinity = _largest(np.frombuffer(data, "<u2") & np.uint16(0x7FFF)), _BF16_MOST, 0x7F80
+    elif encoding == "fp32":
+        largest, most, infinity = _largest(np.frombuffer(data, "<u4") & np.uint32(0x7FFFFFFF)), _FP32_MOST, 0x7F800000
+    else:  # with its sign: a scale has none
+        largest, most, infinity = _largest(np.frombuffer(data, "<u4")), _SCALE_MOST, 0x7F800000
+    if largest <= most:
+        return
+    if largest >= infinity:
+        raise BadPayload("non-finite parameters" if encoding != "int8" else "scales that are not finite and positive")
+    raise BadPayload(f"parameters beyond {MAX_MAGNITUDE:.0f}")
+
+
+def _largest(bits: Any) -> int:
+    return int(bits.max(initial=0))
+
+
+def scale_bytes(payload_bytes: int, encoding: Encoding) -> int:
+    """How many bytes at the start of a payload are int8's scales."""
+    return 4 * -(-payload_bytes // (INT8_BLOCK + 4)) if encoding == "int8" else 0
 
 
 class IncomingPayload:
@@ -61,6 +91,7 @@ class IncomingPayload:
     def __init__(self, into: memoryview, encoding: Encoding) -> None:
         self._into = into
         self._encoding = encoding
+        self._scales = scale_bytes(len(into), encoding)
         self._received = 0
         self._digest = blake3()
         self.complete = False
@@ -73,13 +104,21 @@ class IncomingPayload:
         last = chunk.offset + size == len(self._into)
         misfit = not (0 if last else LEAST_CHUNK_BYTES - 1) < size <= CHUNK_BYTES
         misfit = misfit or chunk.offset + size > len(self._into)
-        if misfit or size % ITEM_BYTES[self._encoding]:
+        if misfit:
             raise MalformedMessage(f"chunk of {size} bytes at {chunk.offset} of {len(self._into)}")
-        if not all_finite(chunk.data, self._encoding):
-            raise BadPayload(f"non-finite parameters in the megabyte at byte {chunk.offset}")
+        self._check(chunk)
         self._into[chunk.offset : chunk.offset + size] = chunk.data
         self._digest.update(chunk.data)
         self._received += size
+
+    def _check(self, chunk: Chunk) -> None:
+        data = memoryview(chunk.data)
+        if self._encoding == "int8":
+            data = data[: max(0, self._scales - chunk.offset)]
+        try:
+            check_numbers(data, self._encoding)
+        except BadPayload as error:
+            raise BadPayload(f"{error} in the {len(chunk.data)} bytes at byte {chunk.offset}") from None
 
     def end(self, message: PayloadEnd) -> None:
         """Closes the payload; raises MalformedMessage when it is short, DigestMismatch when it differs."""

@@ -36,6 +36,11 @@ class ExchangeStream(Protocol):
         """The authenticated peer at the other end."""
         ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk to send on it: smaller under a cap of either end, once Offer and Accept have passed."""
+        ...
+
     async def send(self, message: ExchangeMessage) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
         ...
@@ -155,6 +160,7 @@ class WorkerReady:
     held_out_loss: float | None
     resumed: bool
     note: str = ""
+    sketch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +181,17 @@ class RoundTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFinished:
-    """theta of the next round stands; `held_out_loss` is None when this round is not evaluated."""
+    """theta of the next round stands; `held_out_loss` is None when this round is not evaluated.
+
+    `share` is 1, or how much nearer the partner would have had to be to count whole; `far_off`: so much that it is to
+    blame. `sketch` is theta's random projection.
+    """
 
     round: int  # the next one
     held_out_loss: float | None
+    share: float = 1.0
+    far_off: bool = False
+    sketch: tuple[float, ...] = ()
 
 
 class WorkerDied(Exception):

@@ -6,14 +6,18 @@ time; loss is held-out, in nats a token; null where nothing is known yet.
     {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty",
      "run": {"id": str, "name": str, "method": str},
      "totals": {"nodes": int, "trainers": int, "training": int, "silent": int, "tokens_per_s": float, "tokens": int,
-                "loss_min": float | null, "loss_max": float | null, "loss_spread": float | null},
+                "loss_min": float | null, "loss_max": float | null, "loss_spread": float | null,
+                "consensus_distance": float | null},
      "nodes": [{"peer_id": str, "name": str, "role": "trainer" | "bootstrap", "state": str, "reason": str,
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
-                "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float}]}
+                "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
+                "sketch": [float]}]}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
-committed exchanges by peer. `--watch --json` prints one such object a line.
+committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
+mean, relative to the parameters' own norm; `sketch` is the projection it is told from. `--watch --json` prints one such
+object a line.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
 from peerloom.node.logs import short as short_id
+from peerloom.protocol.consensus import relative_distance
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, RunId
 
@@ -61,6 +66,7 @@ class NodeRow:
     addresses: tuple[str, ...]
     version: str
     started_at: float
+    sketch: tuple[float, ...]
 
     @property
     def trains(self) -> bool:
@@ -81,6 +87,7 @@ class Totals:
     loss_min: float | None
     loss_max: float | None
     loss_spread: float | None
+    consensus_distance: float | None
 
 
 class LastHeard:
@@ -144,6 +151,7 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         addresses=record.addresses,
         version=record.version,
         started_at=record.started_at,
+        sketch=record.sketch,
     )
 
 
@@ -162,6 +170,7 @@ def totals_of(rows: list[NodeRow]) -> Totals:
         loss_min=low,
         loss_max=high,
         loss_spread=None if low is None or high is None else high - low,
+        consensus_distance=relative_distance([row.sketch for row in heard if row.role == "trainer"]),
     )
 
 
@@ -205,6 +214,8 @@ def summary(totals: Totals) -> str:
     parts += [f"{short(totals.tokens_per_s)} tokens/s", f"{short(totals.tokens)} tokens"]
     if totals.loss_spread is not None:
         parts.append(f"loss spread {totals.loss_spread:.3f}")
+    if totals.consensus_distance is not None:
+        parts.append(f"consensus distance {totals.consensus_distance:.2g}")
     return ", ".join(parts)
 
 

@@ -24,6 +24,7 @@ from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LinkError, NoDonor, StorageError
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.lifecycle import StartDecision, budget_spent, choose_start
+from peerloom.protocol.membership import FAR_OFF
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
 from peerloom.protocol.transfer import FetchMachine
 
@@ -203,6 +204,7 @@ class Trainer:
         async with self._theta_lock:
             adopted = await self._worker.adopt(state.round, state.step, memoryview(state.theta))
             facts.round, facts.step, facts.loss = state.round, state.step, adopted.held_out_loss
+            facts.sketch = adopted.sketch
         facts.count("state_fetched")
         self._context.journal.write(
             "adopted", round=state.round, step=state.step, loss=facts.loss, donor_loss=state.held_out_loss
@@ -275,6 +277,10 @@ class Trainer:
         facts = self._facts
         if ended.partner is not None:
             facts.partners[ended.partner] += 1
+            if finished.share < 1:
+                facts.count("gossip_clipped")
+            if finished.far_off:
+                self._context.view.score(ended.partner, FAR_OFF)
         facts.count("rounds")
         facts.count("exchange_seconds", waited)
         facts.count("train_seconds", trained.seconds)
@@ -291,6 +297,7 @@ class Trainer:
             partner=ended.partner,
             partner_round=ended.partner_round,
             alone_because=ended.reason,
+            share=finished.share,
             train_s=round(trained.seconds, 3),
             exchange_s=round(waited, 3),
         )

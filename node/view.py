@@ -63,7 +63,8 @@ class SwarmView:
         """Holds a fault against a peer."""
         self._facts.count("peer_faults")
         log.warning("peer %s: %s", peer[-6:], fault)
-        self._membership.score(peer, fault, self._clock.monotonic())
+        if self._membership.score(peer, fault, self._clock.monotonic()):
+            self._facts.count("peers_left_alone")
         self.changed()
 
     def tell(self) -> None:

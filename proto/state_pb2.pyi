@@ -5,14 +5,16 @@ from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Opti
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FetchRequest(_message.Message):
-    __slots__ = ("layout", "snapshot", "start_piece")
+    __slots__ = ("layout", "snapshot", "start_piece", "max_piece_bytes")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     START_PIECE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     layout: str
     snapshot: str
     start_piece: int
-    def __init__(self, layout: _Optional[str] = ..., snapshot: _Optional[str] = ..., start_piece: _Optional[int] = ...) -> None: ...
+    max_piece_bytes: int
+    def __init__(self, layout: _Optional[str] = ..., snapshot: _Optional[str] = ..., start_piece: _Optional[int] = ..., max_piece_bytes: _Optional[int] = ...) -> None: ...
 
 class StateEnvelope(_message.Message):
     __slots__ = ("manifest", "piece")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import TypeVar, get_args
 
 from peerloom.protocol import limits
@@ -61,6 +62,21 @@ def finite(what: str, value: float) -> float:
     if not math.isfinite(value):
         raise MalformedMessage(f"{what} is {value}")
     return value
+
+
+def sketch(what: str, values: Iterable[float]) -> tuple[float, ...]:
+    """At most MAX_SKETCH numbers of a size that can be squared."""
+    numbers = tuple(values)
+    limits.check_number_of(f"numbers in the {what}", len(numbers), limits.MAX_SKETCH)
+    for value in numbers:
+        if not abs(value) <= limits.MAX_SKETCH_VALUE:  # NaN fails too
+            raise MalformedMessage(f"the {what} holds {value}")
+    return numbers
+
+
+def fit_sketch(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Our own sketch, none where it could not be sent."""
+    return values if all(abs(value) <= limits.MAX_SKETCH_VALUE for value in values) else ()
 
 
 def wall_time(what: str, value: float) -> float:

@@ -68,7 +68,8 @@ def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
         case "hold":
             return Hold()
         case "accept":
-            return Accept(checks.whole("round", envelope.accept.round))
+            wish = checks.whole("largest chunk", envelope.accept.max_chunk_bytes, limits.CHUNK_BYTES)
+            return Accept(checks.whole("round", envelope.accept.round), wish)
         case "decline":
             reason = checks.one_of("reason to decline", envelope.decline.reason, DeclineReason)
             detail = checks.text("detail", envelope.decline.detail, limits.MAX_TEXT_CHARS)
@@ -124,7 +125,12 @@ def decode_state(data: bytes) -> StateMessage:
 def encode_fetch_request(request: FetchRequest) -> bytes:
     """The request of State.Fetch."""
     return _serialize(
-        state_pb2.FetchRequest(layout=request.layout, snapshot=request.snapshot, start_piece=request.start_piece)
+        state_pb2.FetchRequest(
+            layout=request.layout,
+            snapshot=request.snapshot,
+            start_piece=request.start_piece,
+            max_piece_bytes=request.max_piece_bytes,
+        )
     )
 
 
@@ -135,6 +141,7 @@ def decode_fetch_request(data: bytes) -> FetchRequest:
         checks.hex_text("layout digest", request.layout, limits.MAX_DIGEST_CHARS),
         checks.text("snapshot", request.snapshot, limits.MAX_SNAPSHOT_CHARS),
         checks.whole("start piece", request.start_piece, limits.MAX_PIECES),
+        checks.whole("largest piece", request.max_piece_bytes, limits.CHUNK_BYTES),
     )
 
 
@@ -331,12 +338,13 @@ def _exchange_envelope(
                 layout=message.layout,
                 encoding=message.encoding,
                 total_bytes=message.total_bytes,
+                max_chunk_bytes=message.max_chunk_bytes,
             )
             return envelope(offer=offer)
         case Hold():
             return envelope(hold=gossip_pb2.Hold())
-        case Accept(round):
-            return envelope(accept=gossip_pb2.Accept(round=round))
+        case Accept(round, wish):
+            return envelope(accept=gossip_pb2.Accept(round=round, max_chunk_bytes=wish))
         case Decline(reason, detail):
             return envelope(decline=gossip_pb2.Decline(reason=reason, detail=checks.shown(detail)))
         case PayloadEnd(digest):
@@ -358,6 +366,7 @@ def _offer(offer: gossip_pb2.Offer) -> Offer:
         checks.hex_text("layout digest", offer.layout, limits.MAX_DIGEST_CHARS),
         cast(Encoding, checks.one_of("encoding", offer.encoding, Encoding)),
         checks.whole("offered bytes", offer.total_bytes, limits.MAX_PAYLOAD_BYTES),
+        checks.whole("largest chunk", offer.max_chunk_bytes, limits.CHUNK_BYTES),
     )
 
 
@@ -388,6 +397,7 @@ def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
     fields = {name: getattr(record, name) for name in PeerRecord.__slots__}
     fields["reason"] = checks.shown(record.reason)
     fields["loss"] = _finite_or_none(record.loss)
+    fields["sketch"] = checks.fit_sketch(record.sketch)
     return common_pb2.PeerRecord(**fields)
 
 
@@ -417,6 +427,7 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         loss=_optional_finite("loss", record, "loss"),
         up_bytes=checks.whole("bytes up", record.up_bytes),
         down_bytes=checks.whole("bytes down", record.down_bytes),
+        sketch=checks.sketch("sketch", record.sketch),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from peerloom.protocol.errors import LimitExceeded
 
 CHUNK_BYTES = 1 << 20  # bytes of a Chunk or a StatePiece: large enough to fill a link, small enough to be many
-LEAST_CHUNK_BYTES = 64 << 10  # of any chunk or piece but the last: no payload is dripped in crumbs
+LEAST_CHUNK_BYTES = 8 << 10  # of any chunk or piece but the last: small under a cap, yet no dripping in crumbs
 LEAST_RATE = 32 << 10  # bytes a second: a transfer slower than this, over its whole length, is broken off
 MAX_PIECES = 32_768  # pieces of a manifest, i.e. 32 GiB of fp32 theta: their digests then fill exactly one chunk
 ENVELOPE_BYTES = 64 << 10  # bytes of a message beside its largest field
@@ -37,6 +37,8 @@ MAX_COUNT = (1 << 63) - 1  # rounds, steps, tokens, bytes: what an int64 holds
 MAX_PARTNERS = 4096  # partners named in a status
 MAX_COUNTERS = 512  # metrics named in a status
 MAX_METRIC_CHARS = 128  # a metric's name
+MAX_SKETCH = 64  # numbers of a sketch: distances right within 9 %
+MAX_SKETCH_VALUE = 1e30  # of a sketch's numbers, whose squares are still finite
 MAX_WALL_S = 4_102_444_800.0  # Unix seconds, the year 2100: a time past it is not a time
 
 MAX_STREAMS_PER_PEER = 4  # an exchange each way, a fetch, and one that is just ending

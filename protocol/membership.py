@@ -18,7 +18,10 @@ LONGEST_BAN_S = 3600.0  # ... up to here
 FORGIVEN_AFTER_S = 2 * 3600.0  # quiet time after a ban that ends: the next one is a first one again
 FORGET_BELOW = 0.01  # points
 
+FAR_OFF = "far_off"
+
 FAULT_WEIGHTS = {
+    FAR_OFF: 10.0,  # parameters twice as far off as clip_radius allows: each exchange with it costs
     "unanswered": 2.0,  # slow or dead: an honest peer may do it
     "duplicate_exchange": 5.0,
     "out_of_order": 5.0,
@@ -76,18 +79,19 @@ class Membership:
         before, self._last_live = self._last_live, self.live(now)
         return before != self._last_live
 
-    def score(self, peer: PeerId, fault: str, now: float) -> None:
-        """Holds a fault against a peer; past LIMIT it is left alone, longer each time."""
+    def score(self, peer: PeerId, fault: str, now: float) -> bool:
+        """Holds a fault against a peer; past LIMIT it is left alone, longer each time: True when that begins now."""
         standing = self._standings.setdefault(peer, _Standing())
         standing.points = standing.points_now(now) + FAULT_WEIGHTS.get(fault, OTHER_WEIGHT)
         standing.at = now
         if standing.points < LIMIT or now < standing.banned_until:
-            return
+            return False
         if now > standing.banned_until + FORGIVEN_AFTER_S:
             standing.bans = 0
         standing.bans += 1
         standing.banned_until = now + ban_length(standing.bans, self._match_timeout_s)
         standing.points = 0.0
+        return True
 
     def live(self, now: float) -> tuple[PeerSeen, ...]:
         """All trainers that may be paired with now, in id order."""

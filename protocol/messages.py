@@ -22,13 +22,17 @@ DeclineReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Opens an exchange: `total_bytes` of parameters of `round`, `layout` being the model's layout digest in hex."""
+    """Opens an exchange: `total_bytes` of parameters of `round`, `layout` being the model's layout digest in hex.
+
+    `max_chunk_bytes` asks for chunks no larger, as a side with a download cap does; 0: any size. So in an Accept.
+    """
 
     exchange_id: ExchangeId
     round: int
     layout: str
     encoding: Encoding
     total_bytes: int
+    max_chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Accept:
     """The offer is taken, with this side's own round; both payloads follow."""
 
     round: int
+    max_chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +96,13 @@ class FetchRequest:
     """Asks for the donor's state from piece `start_piece` on.
 
     `snapshot` names the snapshot of a broken fetch, to go on with it if the donor still keeps it ("" otherwise).
+    `max_piece_bytes` asks for pieces no larger; 0: any size.
     """
 
     layout: str
     snapshot: str = ""
     start_piece: int = 0
+    max_piece_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,17 +93,22 @@ class DataSpec(_Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec(_Table):
-    """The inner optimizer (AdamW) and what a step is."""
+    """The inner optimizer and what a step is."""
 
+    optimizer: Literal["adamw", "muon"] = choice(
+        "adamw", "muon: for hidden matrices, with AdamW for embeddings, head and vectors"
+    )
     batch_size: int = number(8, 1, 2**16, "sequences a step")
     learning_rate: float = number(5e-3, 0, 10, "at the top of the schedule", open_low=True)
     warmup_steps: int = number(40, 0, 10**9, "steps of linear warm-up; below total_steps")
     total_steps: int = number(4000, 1, 10**9, "end of the cosine; the rate stays at its floor after it")
     min_lr_ratio: float = number(0.1, 0, 1, "the floor as a share of learning_rate")
+    muon_learning_rate: float = number(0.02, 0, 10, "Muon's, at the top of the same schedule", open_low=True)
+    muon_momentum: float = number(0.95, 0, 1, "Muon's, Nesterov", open_high=True)
     beta1: float = number(0.9, 0, 1, "AdamW's, first moment", open_high=True)
     beta2: float = number(0.95, 0, 1, "AdamW's, second moment", open_high=True)
     eps: float = number(1e-8, 0, 1, "AdamW's", open_low=True)
-    weight_decay: float = number(0.1, 0, 10, "AdamW's, decoupled")
+    weight_decay: float = number(0.1, 0, 10, "decoupled; of matrices only")
     clip_norm: float = number(1.0, 0, 10**6, "of the gradient; 0: no clipping")
     eval_batches: int = number(4, 1, 10**4, "held-out batches an evaluation")
     eval_every_rounds: int = number(2, 1, 10**6, "rounds")
@@ -121,6 +126,9 @@ class GaslocSpec(_Table):
     """GASLoC in its basic form: one partner a round."""
 
     local_steps: int = number(30, 1, 10**6, "H: optimizer steps between exchanges")
+    round_s: float = number(
+        0.0, 0, 86400, "seconds of local steps, as many as fit, at least one, instead of local_steps; 0: off"
+    )
     eta: float = number(1.0, 0, 10, "outer rate: y = theta_0 + eta (theta_H - theta_0)", open_low=True)
     alpha: float = number(1.0, 0, 4, "mixing: 1 is the exact mean of the pair", open_low=True, open_high=True)
     gamma: float = number(0.2, 0, 1, "outer momentum; 0: none", open_high=True)
@@ -128,11 +136,16 @@ class GaslocSpec(_Table):
     pairing: Literal["rendezvous", "scheduled"] = choice(
         "rendezvous", "with whoever is ready, or by a matching drawn from (seed, round)"
     )
-    encoding: Encoding = choice("fp32", "of parameters on the wire")
+    encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
     match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
     max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
+    clip_radius: float = number(
+        2.0, 0, 10**6, "median distances from which a partner counts for less; 0: no such limit; else at least 1"
+    )
 
     def cross(self) -> Iterator[Fault]:
+        if 0 < self.clip_radius < 1:
+            yield Fault(("clip_radius",), f"{self.clip_radius}: must be 0 or at least 1")
         limit = stable_alpha(self.gamma, self.momentum)
         if self.alpha >= limit:
             yield Fault(

@@ -15,7 +15,7 @@ Role = Literal["trainer", "bootstrap"]
 NodeState = Literal[
     "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
 ]
-Encoding = Literal["fp32", "bf16"]
+Encoding = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class PeerRecord:
 
     `addresses` are gRPC endpoints "host:port" ("[v6]:port"), best first. `init_digest` and `layout_digest` are hex
     (BLAKE3 of theta_0, and of names and shapes); empty until the model is built, and for a bootstrap peer. Times are
-    Unix seconds.
+    Unix seconds. `sketch` is a seeded random projection of the parameters, from which distances between peers are told.
     """
 
     peer_id: PeerId
@@ -49,6 +49,7 @@ class PeerRecord:
     loss: float | None = None  # held-out, nats a token
     up_bytes: int = 0
     down_bytes: int = 0
+    sketch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The inner optimization: AdamW steps of a causal LM, its evaluation, and its state by parameter name."""
+"""The inner optimization: AdamW or Muon steps of a causal LM, its evaluation, and its state by parameter name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from peerloom.protocol.runspec import TrainSpec
 class InnerLoop:
     """Trains `model` in place; token windows are (batch, length + 1) int64 on any device.
 
-    AdamW, fused; weight decay on matrices only (embeddings included), not on norms and biases. On CUDA the forward pass
-    runs under bf16 autocast over fp32 weights. Create it after the parameters have their final memory.
+    AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
+    the hidden matrices, and AdamW keeps embeddings, head and vectors. Weight decay on matrices only (embeddings
+    included), not on norms and biases. On CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the
+    parameters have their final memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:
@@ -24,32 +26,40 @@ class InnerLoop:
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
         self._device = self._parameters[0].device
-        self.optimizer = self._fresh()
+        self._hidden = _hidden_matrices(model) if train.optimizer == "muon" else set()
+        self._adamw, self._muon = self._fresh()
 
-    def _fresh(self) -> torch.optim.AdamW:
+    def _fresh(self) -> tuple[torch.optim.AdamW | None, torch.optim.Muon | None]:
+        """Both optimizers without moments, None where one has no parameters."""
         train = self._train
-        matrices = [parameter for parameter in self._parameters if parameter.dim() >= 2]
-        vectors = [parameter for parameter in self._parameters if parameter.dim() < 2]
+        hidden = [parameter for name, parameter in self._named if name in self._hidden]
+        others = [parameter for name, parameter in self._named if name not in self._hidden]
+        matrices = [parameter for parameter in others if parameter.dim() >= 2]
+        vectors = [parameter for parameter in others if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            fused=True,
-        )
+        betas = (train.beta1, train.beta2)
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], train.learning_rate, betas, train.eps, fused=True
+        ) if others else None
+        muon = torch.optim.Muon(
+            hidden, train.muon_learning_rate, train.weight_decay, train.muon_momentum
+        ) if hidden else None
+        return adamw, muon
 
     def step(self, windows: Tensor, rate: float) -> Tensor:
-        """One optimizer step; returns the mean loss in nats a token, detached."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        """One optimizer step at `rate` (AdamW's; Muon's follows); returns the mean loss in nats a token, detached."""
+        if self._adamw is not None:
+            _set_rate(self._adamw, rate)
+        if self._muon is not None:
+            _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
         self._model.train()
         loss = self._loss(windows)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._train.clip_norm:
             nn.utils.clip_grad_norm_(self._parameters, self._train.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     def evaluate(self, batches: Iterable[Tensor]) -> float:
@@ -67,14 +77,22 @@ class InnerLoop:
 
     def reset(self) -> None:
         """Forgets the moments."""
-        self.optimizer = self._fresh()
+        self._adamw, self._muon = self._fresh()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in (self._adamw, self._muon) if optimizer is not None]
+
+    def _of(self, name: str) -> torch.optim.Optimizer:
+        optimizer = self._muon if name in self._hidden else self._adamw
+        assert optimizer is not None  # ours: made where it has a parameter
+        return optimizer
 
     def state(self) -> dict[str, Tensor]:
-        """AdamW's tensors by "what/parameter", on the CPU; empty before the first step."""
+        """The optimizers' tensors by "what/parameter", on the CPU; empty before the first step."""
         return {
             f"{what}/{name}": value.detach().cpu().contiguous()
             for name, parameter in self._named
-            for what, value in self.optimizer.state.get(parameter, {}).items()
+            for what, value in self._of(name).state.get(parameter, {}).items()
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -86,4 +104,23 @@ class InnerLoop:
                 if value.dim() and value.shape != parameter.shape:
                     raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
                 where = None if what == "step" and self._device.type == "cpu" else self._device
-                self.optimizer.state[parameter][what] = value.clone().to(where) if where else value.clone()
+                self._of(name).state[parameter][what] = value.clone().to(where) if where else value.clone()
+
+
+def _hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the parameters with two dimensions that are neither an embedding's nor the output head's."""
+    outer = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        outer.append(head.weight)
+    ends = {id(parameter) for parameter in outer}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in ends
+    }
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,4 +1,4 @@
-"""GASLoC in the worker: local AdamW steps, the proposal, the mix, evaluation, checkpoints."""
+"""GASLoC in the worker: local steps, the proposal, the mix, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerR
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
+from peerloom.node.worker.mixer import Mixer
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
+from peerloom.node.worker.pace import another_step, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tokenizer import load_tokenizer
-from peerloom.optim.encode import decode, encode, encoded_bytes
+from peerloom.optim.encode import encode, encoded_bytes
 from peerloom.optim.flat import FlatParameters
 from peerloom.optim.gasloc import Buffers, GASLoC
+from peerloom.optim.int8 import Dither
+from peerloom.optim.projection import project
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 
 HELD_OUT = "held-out"  # who draws the evaluation windows: the same on every node
@@ -53,31 +57,39 @@ class GaslocTask:
     Raises DataError, SpecError, ConfigError (device), StorageError, RunMismatch.
     """
 
-    def __init__(self, setup: WorkerSetup, memory_fd: int, progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        memory_fd: int,
+        progress: Callable[[str, float], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._setup, self._spec = setup, setup.spec
         self._progress, self._stepped = progress, False
+        self._clock = clock
+        self._last_batches = 0
         self.phases: dict[str, float] = {}
         self._device = _device(setup)
-        clock = time.perf_counter()
+        since = clock()
         progress("model", 0.0)
         model = build_model(self._spec)
         self._place(model, memory_fd)
-        clock = self._phase("model", clock)
+        since = self._phase("model", since)
         self._open_data(progress)
-        clock = self._phase("data", clock)
+        since = self._phase("data", since)
         progress("checkpoint", 0.0)
         self._position = _Position()
         self._resumed, notes = self._resume()
-        clock = self._phase("checkpoint", clock)
+        since = self._phase("checkpoint", since)
         progress("evaluation", 0.0)
         if self._position.held_out_loss is None:
             self._position.held_out_loss = self._evaluate()
         self._note = "; ".join(notes)
         self._publish_theta()
-        self._phase("evaluation", clock)
+        self._phase("evaluation", since)
 
     def _phase(self, name: str, since: float) -> float:
-        now = time.perf_counter()
+        now = self._clock()
         self.phases[name] = now - since
         return now
 
@@ -105,6 +117,7 @@ class GaslocTask:
             momentum=gasloc.momentum,
             buffers=Buffers(*live),
         )
+        self._mixer = Mixer(self._method, gasloc)
         self._init_digest = init_digest(flat)
         self._layout_digest = layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, self._spec.train)
@@ -141,6 +154,7 @@ class GaslocTask:
         self._method.load_state_dict(
             {"theta": found.theta, "previous": found.previous, "momentum": self._spec.gasloc.momentum}
         )
+        self._mixer = Mixer(self._method, self._spec.gasloc, meta.distances)
         self._inner.load_state(found.optimizer)
         self._position = _Position(
             meta.round, meta.step, meta.tokens, meta.adam_steps, meta.adopted_at, meta.held_out_loss
@@ -165,6 +179,7 @@ class GaslocTask:
             held_out_loss=at.held_out_loss,
             resumed=self._resumed,
             note=self._note,
+            sketch=self._sketch(),
         )
 
     def train(self, round: int, interrupted: Callable[[], bool]) -> RoundTrained:
@@ -175,18 +190,24 @@ class GaslocTask:
         at = self._position
         if round != at.round:
             raise ValueError(f"asked to train round {round} while round {at.round} is next")
-        planned = self._spec.gasloc.local_steps
-        first = self._cursor.reserve(planned)
-        started = time.perf_counter()
+        spec = self._spec.gasloc
+        sizes = reservations(spec, self._last_batches)
+        first = self._cursor.reserve(next(sizes))
+        started = self._clock()
         self._method.start_round()
         torch.manual_seed(self._dropout_seed(first))
         losses: list[Tensor] = []
-        for index in range(first, first + planned):
-            losses.append(self._step(index))
+        while another_step(len(losses), self._clock() - started, spec):
+            if first + len(losses) == self._cursor.next:
+                self._cursor.reserve(next(sizes))
+            losses.append(self._step(first + len(losses)))
             self._tell_first_step()
+            if spec.round_s:
+                self._wait_for(losses[-2:][0])
             if interrupted():
                 break
         self._cursor.give_back(first + len(losses))
+        self._last_batches = len(losses)
         self._propose(torch.stack(losses))
         at.at_exchange = True
         return RoundTrained(
@@ -195,7 +216,7 @@ class GaslocTask:
             tokens=at.tokens,
             first_batch=first,
             batches=len(losses),
-            seconds=time.perf_counter() - started,
+            seconds=self._clock() - started,
             train_loss=float(torch.stack(losses).mean()),
         )
 
@@ -207,6 +228,11 @@ class GaslocTask:
         at.adam_steps += 1
         at.tokens += self._spec.train.batch_size * self._spec.data.sequence_length
         return loss
+
+    def _wait_for(self, loss: Tensor) -> None:
+        """On a GPU, steps are only queued: the clock means something once one has ended, the last but one at best."""
+        if self._device.type == "cuda":
+            loss.item()
 
     def _tell_first_step(self) -> None:
         if not self._stepped:
@@ -222,7 +248,8 @@ class GaslocTask:
             )
         encoding = self._spec.gasloc.encoding
         if not (encoding == "fp32" and self._device.type == "cpu"):  # else the outbox is y itself
-            encode(y.cpu(), encoding, self._outbox)
+            dither = Dither(self._spec.seed, self._position.round, self._setup.peer_id)
+            encode(y.cpu(), encoding, self._outbox, dither)
 
     def _dropout_seed(self, first_batch: int) -> int:
         """A resumed node drops what it would have dropped; matters only for models with dropout."""
@@ -230,14 +257,8 @@ class GaslocTask:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def finish(self, mix: bool) -> RoundFinished:
-        """Mixes with the inbox at weight 1 if `mix`; theta of the next round stands after it."""
-        encoding = self._spec.gasloc.encoding
-        neighbors: list[tuple[float, Tensor]] = []
-        own: Tensor | None = None
-        if mix:
-            neighbors.append((1.0, decode(self._inbox, encoding)))
-            own = decode(self._outbox, encoding) if encoding != "fp32" else None
-        self._method.mix(neighbors, own=own.to(self._device) if own is not None else None)
+        """Mixes with the inbox if `mix`, at weight 1 unless it is cut; theta of the next round stands after it."""
+        mixed = self._mixer.mix(self._flat.flat, self._inbox, self._outbox) if mix else self._mixer.alone()
         at = self._position
         at.round, at.at_exchange = at.round + 1, False
         if at.adopted_at is not None and at.adam_steps >= self._spec.train.warmup_steps:
@@ -245,7 +266,9 @@ class GaslocTask:
         self._publish_theta()
         due = at.round % self._spec.train.eval_every_rounds == 0
         at.held_out_loss = self._evaluate() if due else None
-        return RoundFinished(round=at.round, held_out_loss=at.held_out_loss)
+        return RoundFinished(
+            round=at.round, held_out_loss=at.held_out_loss, sketch=self._sketch(), **mixed._asdict()
+        )
 
     def adopt(self, round: int, step: int) -> RoundFinished:
         """Takes the donor's state from the theta region: y_prev = theta, fresh moments, a short new warm-up."""
@@ -255,7 +278,7 @@ class GaslocTask:
         at.round, at.step, at.adam_steps, at.adopted_at, at.at_exchange = round, step, 0, step, False
         self._publish_theta()
         at.held_out_loss = self._evaluate()
-        return RoundFinished(round=round, held_out_loss=at.held_out_loss)
+        return RoundFinished(round=round, held_out_loss=at.held_out_loss, sketch=self._sketch())
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between two rounds; raises StorageError, RuntimeError amid a round."""
@@ -272,6 +295,7 @@ class GaslocTask:
             adam_steps=at.adam_steps,
             adopted_at=at.adopted_at,
             held_out_loss=at.held_out_loss,
+            distances=self._mixer.state(),
             versions=_versions(),
         )
         return checkpoint.save(
@@ -284,6 +308,10 @@ class GaslocTask:
 
     def _evaluate(self) -> float:
         return self._inner.evaluate(self._held_out)
+
+    def _sketch(self) -> tuple[float, ...]:
+        """theta's projection, the same for all nodes of the run; to seven digits, which is what fp32 holds."""
+        return tuple(float(f"{value:.7g}") for value in project(self._method.theta, self._spec.seed).tolist())
 
     def _publish_theta(self) -> None:
         """Shows the daemon the round's start point; on the CPU theta lives there already."""

@@ -25,13 +25,13 @@ from peerloom.node.grpc_wire import (
     TOKEN_KEY,
     Channel,
     Context,
-    Traffic,
     UnknownSession,
     aio,
     grpc,
 )
 from peerloom.node.identity import Identity
 from peerloom.node.seams import ExchangeStream
+from peerloom.node.throttle import Traffic
 from peerloom.node.tls import TARGET_NAME, Certificate, fingerprint, make_certificate, pinned_pem
 from peerloom.protocol import codec, handshake, limits
 from peerloom.protocol.errors import (
@@ -77,7 +77,7 @@ class Raw:
 
     async def ask(self, path: str, data: bytes, token: bytes | None = None) -> bytes:
         metadata = () if token is None else ((TOKEN_KEY, token),)
-        return await ask(self.channel, path, data, metadata, 10.0, Traffic())
+        return await ask(self.channel, path, data, metadata, 10.0, Traffic(SystemClock()))
 
     async def hello(self) -> HelloReply:
         hello = Hello(claim=claim_of(self.identity), wall_s=NOW, challenge=bytes(32))
@@ -480,7 +480,7 @@ async def test_the_clock_offset_is_measured(swarm: Swarm) -> None:
         record = record_of(identity.peer_id, (server.address,), certificate.der)
         background: set[asyncio.Task[None]] = set()
         me = Identity.generate()
-        link = PeerLink(record, me, claim_of(me), _At(NOW - 5.0), random.Random(0), Traffic(), background)
+        link = PeerLink(record, me, claim_of(me), _At(NOW - 5.0), random.Random(0), Traffic(SystemClock()), background)
         await link.call(_nothing)
         await link.close()
     assert link.clock_offset_s == 5.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from peerloom.node.payload import IncomingPayload, Pace, outgoing
+from peerloom.node.payload import FIRST_CHUNK_BYTES, IncomingPayload, Pace, outgoing
 from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
 from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
@@ -27,9 +27,18 @@ def test_chunks_grow_while_the_link_is_quick_and_shrink_when_it_is_slow() -> Non
         if isinstance(message, Chunk):
             sizes.append(len(message.data))
             pace.sent(0.01 if len(sizes) < 6 else 1.0)
-    assert sizes[:5] == [LEAST_CHUNK_BYTES * 2**k for k in range(5)]
+    assert sizes[:5] == [FIRST_CHUNK_BYTES * 2**k for k in range(5)]
     assert sizes[4] == CHUNK_BYTES and CHUNK_BYTES // 2 in sizes
     assert sum(sizes) == SIZE
+
+
+def test_a_cap_bounds_the_chunks_whatever_the_link() -> None:
+    pace, sizes = Pace(10_000), []
+    for message in outgoing(payload()[:100_000], pace):
+        if isinstance(message, Chunk):
+            sizes.append(len(message.data))
+            pace.sent(0.01 if len(sizes) < 5 else 1.0)
+    assert sizes == [10_000] * 10
 
 
 def test_a_payload_arrives_whole() -> None:
@@ -66,8 +75,8 @@ def test_non_finite_numbers_are_refused(encoding: Encoding, bad: np.float32) -> 
         incoming.add(Chunk(0, np.array([1.0, bad], dtype="<f4").tobytes()))
 
 
-@pytest.mark.parametrize(("bits", "finite"), [(0x7F80, False), (0xFFC0, False), (0x7F7F, True), (0x8000, True)])
-def test_bf16_is_judged_by_its_exponent(bits: int, finite: bool) -> None:
+@pytest.mark.parametrize(("bits", "finite"), [(0x7F80, False), (0xFFC0, False), (0x4780, True), (0x4781, False), (0x8000, True)])
+def test_bf16_is_judged_by_its_bits(bits: int, finite: bool) -> None:
     incoming = IncomingPayload(memoryview(bytearray(2)), "bf16")
     chunk = Chunk(0, np.array([bits], dtype="<u2").tobytes())
     if finite:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
-from peerloom.node.status import LastHeard, health_of, render, rows_of, short, to_json, totals_of
+from peerloom.node.status import LastHeard, health_of, render, rows_of, short, summary, to_json, totals_of
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
@@ -112,7 +112,8 @@ def test_a_restarted_node_starts_anew() -> None:
 
 def test_json_is_the_documented_schema() -> None:
     spec = RunSpec()
-    rows = rows_of([status("a", loss=2.5, round=3, step=60, tokens=100, partners={"x": 2, "y": 0})], NOW)
+    said: dict[str, Any] = {"loss": 2.5, "round": 3, "step": 60, "tokens": 100, "sketch": (3.0, 4.0)}
+    rows = rows_of([status("a", **said, partners={"x": 2, "y": 0})], NOW)
     assert json.loads(json.dumps(to_json(spec, spec.run_id, rows, NOW))) == {
         "schema": 1,
         "at": NOW,
@@ -128,6 +129,7 @@ def test_json_is_the_documented_schema() -> None:
             "loss_min": 2.5,
             "loss_max": 2.5,
             "loss_spread": 0.0,
+            "consensus_distance": None,
         },
         "nodes": [
             {
@@ -149,6 +151,7 @@ def test_json_is_the_documented_schema() -> None:
                 "addresses": ["127.0.0.1:1"],
                 "version": "0.1.0",
                 "started_at": NOW - 100,
+                "sketch": [3.0, 4.0],
             }
         ],
     }
@@ -181,3 +184,12 @@ def test_the_table_is_whole_at_80_columns() -> None:
 )
 def test_short(amount: float, text: str) -> None:
     assert short(amount) == text
+
+
+def test_the_header_names_the_distance_of_the_trainers_that_are_heard() -> None:
+    near = [status("a", sketch=(3.0, 0.0)), status("b", sketch=(5.0, 0.0))]
+    others = [status("c", sketch=(99.0, 0.0), age_s=60), status("d", sketch=(77.0, 0.0), role="bootstrap")]
+    totals = totals_of(rows_of([*near, *others], NOW))
+    assert totals.consensus_distance == pytest.approx((2 / 34) ** 0.5)
+    assert "consensus distance 0.24" in summary(totals)
+    assert "consensus" not in summary(totals_of(rows_of(near[:1], NOW)))

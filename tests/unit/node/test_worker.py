@@ -12,7 +12,7 @@ import torch
 from peerloom.node import checkpoint
 from peerloom.node.worker.memory import BlockLayout
 from peerloom.node.worker.tasks.gasloc import GaslocTask, NonFiniteLoss
-from peerloom.optim.encode import decode
+from peerloom.optim.encode import decode, encoded_bytes
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError, StorageError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import Encoding, PeerId
@@ -77,7 +77,7 @@ def test_nodes_start_equal_and_draw_their_own_batches(source: Path, tmp_path: Pa
     assert one.train(0, never).train_loss != other.train(0, never).train_loss
 
 
-@pytest.mark.parametrize("encoding", ["fp32", "bf16"])
+@pytest.mark.parametrize("encoding", ["fp32", "bf16", "int8"])
 def test_the_exact_mean_of_the_pair_at_both_ends(source: Path, tmp_path: Path, encoding: Encoding) -> None:
     spec = tiny_spec(source, encoding=encoding)
     spec = replace(spec, gasloc=replace(spec.gasloc, gamma=0.0))
@@ -85,7 +85,7 @@ def test_the_exact_mean_of_the_pair_at_both_ends(source: Path, tmp_path: Path, e
     for worker in pair:
         worker.train(0, never)
     sent = [worker._outbox.clone() for worker in pair]
-    assert len(sent[0]) == pair[0].ready().payload_bytes == pair[0].ready().numel * (4 if encoding == "fp32" else 2)
+    assert len(sent[0]) == pair[0].ready().payload_bytes == encoded_bytes(pair[0].ready().numel, encoding)
     y = [worker._flat.flat.clone() for worker in pair]
     for worker, received in zip(pair, reversed(sent), strict=True):
         worker._inbox.copy_(received)

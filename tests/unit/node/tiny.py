@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,10 +52,14 @@ def setup(spec: RunSpec, home: Path, peer: str = "peer-a") -> WorkerSetup:
 
 
 def task(
-    spec: RunSpec, home: Path, peer: str = "peer-a", progress: Callable[[str, float], None] = lambda what, share: None
+    spec: RunSpec,
+    home: Path,
+    peer: str = "peer-a",
+    progress: Callable[[str, float], None] = lambda what, share: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> GaslocTask:
     """A training task in this very process; its memory is freed with it."""
-    return GaslocTask(setup(spec, home, peer), anonymous_file(), progress)
+    return GaslocTask(setup(spec, home, peer), anonymous_file(), progress, clock)
 
 
 def never() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -200,8 +201,8 @@ def record_bytes(**changes: Any) -> bytes:
     """A record as a peer might put it on the wire, unchecked."""
     message = common_pb2.PeerRecord.FromString(codec.encode_record(RECORD))
     for name, value in changes.items():
-        if name == "addresses":
-            message.addresses[:] = value
+        if name in ("addresses", "sketch"):
+            getattr(message, name)[:] = value
         else:
             setattr(message, name, value)
     return message.SerializeToString()
@@ -222,6 +223,10 @@ def record_bytes(**changes: Any) -> bytes:
         ("addresses", ["127.0.0.1:1"] * 17, LimitExceeded),
         ("cert_der", b"", MalformedMessage),
         ("cert_der", b"c" * 2049, LimitExceeded),
+        ("sketch", [0.0] * 65, LimitExceeded),
+        ("sketch", [math.nan], MalformedMessage),
+        ("sketch", [-math.inf], MalformedMessage),
+        ("sketch", [1e31], MalformedMessage),
         ("protocol_min", 2, MalformedMessage),
         ("protocol_max", 65_536, MalformedMessage),
         ("started_at", math.nan, MalformedMessage),
@@ -353,3 +358,9 @@ def test_a_hello_is_small() -> None:
     raw = peer_pb2.HelloRequest(version="x" * limits.MAX_HELLO_BYTES).SerializeToString()
     with pytest.raises(LimitExceeded, match="HelloRequest"):
         codec.decode_hello(raw)
+
+
+def test_a_sketch_crosses_and_a_broken_one_of_ours_stays_here() -> None:
+    sketch = tuple(float(k) / 7 for k in range(32))
+    assert codec.decode_record(codec.encode_record(replace(RECORD, sketch=sketch))).sketch == sketch
+    assert codec.decode_record(codec.encode_record(replace(RECORD, sketch=(1.0, math.nan)))).sketch == ()

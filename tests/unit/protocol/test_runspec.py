@@ -70,6 +70,10 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
         (GaslocSpec(alpha=1.5, gamma=0.9, momentum="post"), "alpha = 1.5: a pair diverges"),
         (GaslocSpec(alpha=0.0), "above 0"),
         (GaslocSpec(eta=0.0), "above 0"),
+        (GaslocSpec(clip_radius=0.5), "clip_radius = 0.5: must be 0 or at least 1"),
+        (GaslocSpec(round_s=-1.0), "round_s = -1.0: must be a number from 0 to 86400"),
+        (TrainSpec(muon_learning_rate=0.0), "above 0"),
+        (TrainSpec(optimizer="sgd"), "one of 'adamw', 'muon'"),  # type: ignore[arg-type]
         (GaslocSpec(gamma=1.0), "below 1"),
         (GaslocSpec(match_timeout_s=0.0), "above 0"),
         (DataSpec(held_out=0.5), "below 0.5"),
@@ -148,7 +152,7 @@ def test_all_faults_come_at_once_with_line_value_and_the_closest_key() -> None:
         "line 2: eta = 3: no such key; the closest known one is gasloc.eta",
         "line 5: model.heads = 4.0: must be an integer from 1 to 1024",
         "line 6: model.kv_heads = true: must be an integer from 1 to 1024",
-        "line 8: train.note = 'learning_rate = 1\\n': no such key; the closest known one is train.total_steps",
+        "line 8: train.note = 'learning_rate = 1\\n': no such key; the closest known one is train.optimizer",
         "line 11: train.learning_rate = nan: must be a number above 0 and at most 10",
         "line 12: train.warmup_steps = 40: must be below total_steps, which is 10",
         "line 14: gasloc.momentun = 'post': no such key; the closest known one is gasloc.momentum",
@@ -221,7 +225,7 @@ TIED: dict[type, tuple[str, ...]] = {
     ModelSpec: ("hidden_size", "heads", "kv_heads", "layers", "intermediate_size", "vocab_size"),
     DataSpec: (),
     TrainSpec: ("warmup_steps", "total_steps"),
-    GaslocSpec: ("alpha", "gamma"),
+    GaslocSpec: ("alpha", "gamma", "clip_radius"),
     RunSpec: ("model", "data", "train"),
 }
 

@@ -1,0 +1,95 @@
+"""The node's caps on what it sends and receives, over all calls of a transport, and the count of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from peerloom.node.seams import Clock
+from peerloom.protocol.bucket import Bucket, agreed_bytes, slice_bytes
+from peerloom.protocol.messages import Accept, ExchangeMessage, FetchRequest, Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Bytes a second, 0 for none."""
+
+    upload: int = 0
+    download: int = 0
+
+    @property
+    def send_bytes(self) -> int:
+        """The largest chunk or piece that this node sends."""
+        return slice_bytes(self.upload)
+
+    @property
+    def receive_bytes(self) -> int:
+        """The largest one that it asks others to send."""
+        return slice_bytes(self.download)
+
+    def asking(self, request: FetchRequest) -> FetchRequest:
+        """A request of ours, with the wish for small pieces where there is a download cap."""
+        return replace(request, max_piece_bytes=self.receive_bytes) if self.download else request
+
+    def asked(self, request: FetchRequest) -> FetchRequest:
+        """A peer's request, held to pieces that this node sends."""
+        return replace(request, max_piece_bytes=agreed_bytes(self.send_bytes, request.max_piece_bytes))
+
+
+NO_CAPS = Caps()
+
+
+class ChunkSize:
+    """What the two ends of an exchange agree on: each says in its Offer or Accept what it would rather get."""
+
+    def __init__(self, caps: Caps) -> None:
+        self._caps = caps
+        self.bytes = caps.send_bytes
+
+    def sending(self, message: ExchangeMessage) -> ExchangeMessage:
+        """The message, with our wish."""
+        if self._caps.download and isinstance(message, (Offer, Accept)):
+            return replace(message, max_chunk_bytes=self._caps.receive_bytes)
+        return message
+
+    def received(self, message: ExchangeMessage) -> None:
+        """Takes note of the peer's wish."""
+        if isinstance(message, (Offer, Accept)):
+            self.bytes = agreed_bytes(self._caps.send_bytes, message.max_chunk_bytes)
+
+
+class Traffic:
+    """Bytes of all messages so far, and the waits that hold them to the caps."""
+
+    def __init__(self, clock: Clock, caps: Caps = NO_CAPS) -> None:
+        self.sent = 0
+        self.received = 0
+        self.caps = caps
+        self._clock = clock
+        self._up = Bucket(caps.upload) if caps.upload else None
+        self._down = Bucket(caps.download) if caps.download else None
+
+    async def may_send(self, size: int) -> None:
+        """Waits until `size` bytes may leave; count them in `sent` when they have."""
+        await self._wait(self._up, size)
+
+    async def took(self, size: int) -> None:
+        """Counts `size` bytes that came, and waits for as long as they should have taken: nobody reads on meanwhile.
+
+        The sender is held by HTTP/2's flow control, whose window is soon full.
+        """
+        await self._wait(self._down, size)
+        self.received += size
+
+    def note(self, *, sent: int = 0, received: int = 0) -> None:
+        """Counts a message that does not wait, a handshake's, whose time is taken; others wait for it all the same."""
+        now = self._clock.monotonic()
+        for bucket, size in ((self._up, sent), (self._down, received)):
+            if bucket is not None and size:
+                bucket.wait_s(size, now)
+        self.sent += sent
+        self.received += received
+
+    async def _wait(self, bucket: Bucket | None, size: int) -> None:
+        if bucket is not None and (seconds := bucket.wait_s(size, self._clock.monotonic())) > 0:
+            await asyncio.sleep(seconds)

@@ -1,0 +1,63 @@
+"""The end of a round, the same in every worker: a partner's proposal decoded, cut where it lies too far off, mixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from peerloom.optim.encode import decode
+from peerloom.optim.gasloc import GASLoC
+from peerloom.optim.robust import MedianClip, distance
+from peerloom.protocol.runspec import GaslocSpec
+
+FAR_SHARE = 0.5  # a partner cut to less is no honest one that trains along: those were within 2.1 medians where measured
+GUESS = 3 * math.sqrt(2)  # of own drifts: sqrt(2) lie between two alike, more between a slow node and a fast one
+
+
+class Mixed(NamedTuple):
+    """`share` is 1, or how much nearer the partner would have had to be; `far_off`: enough is known to blame it."""
+
+    share: float = 1.0
+    far_off: bool = False
+
+
+class Mixer:
+    """Calls `mix` of one node's GASLoC; `distances` are those that `state()` gave in an earlier life."""
+
+    def __init__(self, method: GASLoC, spec: GaslocSpec, distances: Iterable[float] = ()) -> None:
+        self._method = method
+        self._encoding = spec.encoding
+        self._clip = MedianClip(spec.clip_radius, distances=distances) if spec.clip_radius else None
+
+    def alone(self) -> Mixed:
+        """Ends the round with the edge dropped."""
+        self._method.mix([])
+        return Mixed()
+
+    def mix(self, y: Tensor, inbox: Tensor, outbox: Tensor) -> Mixed:
+        """Mixes with the encoded proposal in `inbox`; `y` is this node's own, which `outbox` holds encoded.
+
+        A partner at `cut` times the distance that `clip_radius` allows counts by the weight 1 / cut^2. Were it 1 / cut,
+        every lie would move this node to the limit; so one that is farther off counts for less.
+        """
+        theirs = decode(inbox, self._encoding).to(y.device)
+        own = decode(outbox, self._encoding).to(y.device) if self._encoding != "fp32" else None
+        mixed = self._judge(y, y if own is None else own, theirs)
+        self._method.mix([(mixed.share**2, theirs)], own=own)
+        return mixed
+
+    def _judge(self, y: Tensor, own: Tensor, theirs: Tensor) -> Mixed:
+        if self._clip is None:
+            return Mixed()
+        known, expected = len(self._clip.state()) >= MedianClip.LEAST, None
+        if not known:
+            expected = GUESS * distance(y, self._method.theta)
+        share = self._clip.update(distance(own, theirs), expected)
+        return Mixed(share, known and share < FAR_SHARE)
+
+    def state(self) -> list[float]:
+        """The distances behind the median, for a checkpoint."""
+        return self._clip.state() if self._clip is not None else []

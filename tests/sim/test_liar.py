@@ -1,0 +1,95 @@
+"""One of eight peers lies about its parameters: the other seven end where seven honest ones would."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from peerloom.node.memory_worker import MemoryWorker
+
+from .stories import uneven
+from .swarm import Plan, Swarm, play, spec
+
+LIAR = 7
+FIRST, LAST = 120, 220  # the rounds whose loss counts: the swarm is at its noise floor by then
+
+
+class Liar(MemoryWorker):
+    """Trains like any other and sends what `lie` makes of its proposal."""
+
+    def lie(self, y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def outbox(self) -> memoryview:
+        lie = self.lie(torch.frombuffer(bytearray(super().outbox()), dtype=torch.float32))
+        return memoryview(lie.numpy().tobytes())
+
+
+class Flipped(Liar):
+    def lie(self, y: torch.Tensor) -> torch.Tensor:
+        return -y
+
+
+class Scaled(Liar):
+    def lie(self, y: torch.Tensor) -> torch.Tensor:
+        return y * 1e6
+
+
+class Nan(Liar):
+    def lie(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(y, math.nan)
+
+
+class Frozen(Liar):
+    def lie(self, y: torch.Tensor) -> torch.Tensor:
+        self._frozen = getattr(self, "_frozen", y)
+        return self._frozen
+
+
+def run(count: int, liar: type[MemoryWorker] | None = None, **gasloc: Any) -> Swarm:
+    """`count` nodes, of which the last may be a liar, until each honest one has finished LAST rounds."""
+    disks: list[object] = []
+
+    def worker(**arguments: Any) -> MemoryWorker:
+        lies = liar is not None and arguments["disk"] is disks[LIAR]
+        return (liar if liar is not None and lies else MemoryWorker)(**arguments)
+
+    async def scenario(swarm: Swarm) -> None:
+        disks.extend(member.disk for member in swarm.members)
+        swarm.start_all()
+        await swarm.until_round(LAST, *range(7), within_s=3000)
+        await swarm.drain()
+
+    return play(Plan(count=count, spec=spec(**gasloc), step_s=uneven, worker=worker), scenario)
+
+
+def final_loss(swarm: Swarm) -> float:
+    """The mean held-out loss of the honest seven over the rounds that count."""
+    losses = [
+        line["held_out_loss"]
+        for member in swarm.members[:7]
+        for line in member.rounds
+        if FIRST <= line["round"] < LAST
+    ]
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture(scope="module")
+def clean() -> float:
+    return final_loss(run(7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("liar", [Flipped, Scaled, Nan, Frozen])
+def test_seven_honest_peers_hardly_notice_a_liar(clean: float, liar: type[MemoryWorker]) -> None:
+    swarm = run(8, liar)
+    assert isinstance(swarm.members[LIAR].worker, liar)
+    assert final_loss(swarm) <= 1.05 * clean
+    refused = "gossip_clipped" if liar in (Flipped, Frozen) else "gossip_bad_payloads"
+    assert swarm.total(refused) >= 7
+    assert swarm.total("peers_left_alone") >= 7
+    cut = [line["partner"] for member in swarm.members[:7] for line in member.rounds if line["share"] < 1]
+    assert sum(partner != swarm.members[LIAR].peer_id for partner in cut) <= len(cut) / 10

@@ -1,0 +1,196 @@
+"""The caps, over every kind of call: exact in virtual time, and on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from blake3 import blake3
+
+from peerloom.node.donor import Donor, manifest_of, piece_size
+from peerloom.node.identity import Identity
+from peerloom.node.memory_transport import MemoryHub, MemoryTransport
+from peerloom.node.payload import Pace, outgoing
+from peerloom.node.seams import ExchangeStream
+from peerloom.node.throttle import Caps
+from peerloom.node.tls import make_certificate
+from peerloom.node.virtual_time import VirtualClock, run_virtual
+from peerloom.protocol import limits
+from peerloom.protocol.bucket import slice_bytes
+from peerloom.protocol.messages import Accept, Chunk, FetchRequest, Offer, PayloadEnd, StateManifest, StatePiece
+from peerloom.protocol.types import NodeStatus, PeerId
+
+from .wire import NOW, Handler, Swarm, record_of
+
+RATE = 100_000
+A, B, C = (PeerId(name) for name in "ABC")
+PAYLOAD = random.Random(0).randbytes(2_000_000)
+OFFER = Offer("0f" * 16, 0, "ab" * 32, "fp32", len(PAYLOAD))
+
+
+async def swap(stream: ExchangeStream, payload: bytes = PAYLOAD) -> None:
+    """The serving side of an exchange: both payloads at once, in the chunks agreed on."""
+    await stream.receive()
+    await stream.send(Accept(0))
+    await move(stream, payload)
+
+
+async def move(stream: ExchangeStream, payload: bytes) -> None:
+    async def send() -> None:
+        for message in outgoing(memoryview(payload), Pace(stream.chunk_bytes)):
+            await stream.send(message)
+
+    sending = asyncio.create_task(send())
+    digest, largest = blake3(), 0
+    while not isinstance(message := await stream.receive(), PayloadEnd):
+        assert isinstance(message, Chunk)
+        digest.update(message.data)
+        largest = max(largest, len(message.data))
+    assert message.digest == digest.digest()
+    assert largest <= 1 << 20
+    await sending
+
+
+async def exchange(transport: MemoryTransport, record: object) -> None:
+    stream = await transport.open_exchange(record)  # type: ignore[arg-type]
+    await stream.send(OFFER)
+    assert isinstance(await stream.receive(), Accept)
+    await move(stream, PAYLOAD)
+    await stream.close()
+
+
+def windows(samples: list[tuple[float, int]], seconds: float = 5.0) -> list[float]:
+    """Bytes moved in each window that begins at a sample, by (time, cumulated bytes) samples."""
+    found, last = [], samples[-1][0]
+    for begin, before in samples:
+        if begin + seconds > last:
+            break
+        found.append(next(count for at, count in reversed(samples) if at <= begin + seconds) - before)
+    return found
+
+
+@pytest.mark.parametrize(("capped", "index"), [("upload", 0), ("download", 1)], ids=["upload", "download"])
+def test_every_five_seconds_of_two_exchanges_keep_to_the_cap(capped: str, index: int) -> None:
+    """A moves 2 MB each way with both B and C; one direction of it is capped, the sum of both calls."""
+    samples: list[tuple[float, int]] = []
+
+    async def body() -> None:
+        clock = VirtualClock()
+        hub = MemoryHub(clock, random.Random(0), latency_s=0.01, bandwidth=10e6)
+        records = []
+        for peer in (B, C):
+            transport = hub.transport(peer)
+            records.append(record_of(peer, await transport.start(Handler(swap)), b"memory"))
+        mine = hub.transport(A, caps=Caps(**{capped: RATE}))
+
+        async def sample() -> None:
+            while True:
+                samples.append((clock.monotonic(), mine.bytes_moved()[index]))
+                await asyncio.sleep(0.05)
+
+        sampling = asyncio.create_task(sample())
+        await asyncio.gather(*(exchange(mine, record) for record in records))
+        sampling.cancel()
+        moved = mine.bytes_moved()
+        assert min(moved) > 2 * len(PAYLOAD)
+
+    run_virtual(body)
+    found = windows([sample for sample in samples if sample[1]])
+    assert len(found) > 500
+    assert 0.95 * 5 * RATE <= min(found) and max(found) <= 1.05 * 5 * RATE
+
+
+def test_a_status_is_not_starved_behind_a_payload() -> None:
+    async def body() -> None:
+        clock = VirtualClock()
+        hub = MemoryHub(clock, random.Random(0))
+        server = hub.transport(B, caps=Caps(upload=RATE))
+        handler = Handler(swap)
+        record = record_of(B, await server.start(handler), b"memory")
+        handler.own = NodeStatus(record=record)
+        going = asyncio.create_task(exchange(hub.transport(A), record))
+        await asyncio.sleep(3.0)
+        asked = clock.monotonic()
+        await hub.transport(C).status(record)
+        assert clock.monotonic() - asked <= 2 * slice_bytes(RATE) / RATE  # the one on its way and the next
+        await going
+
+    run_virtual(body)
+
+
+def test_a_fetch_comes_in_pieces_of_the_smaller_cap() -> None:
+    async def body() -> None:
+        clock = VirtualClock()
+        hub = MemoryHub(clock, random.Random(0))
+        layout, data = "ab" * 32, PAYLOAD
+
+        async def take() -> tuple[StateManifest, bytes]:
+            return manifest_of(data, round=1, step=1, layout=layout, held_out_loss=None), data
+
+        donor = Donor(clock, layout, take)
+
+        class Giver(Handler):
+            def fetch(self, peer: PeerId, request: FetchRequest) -> object:  # type: ignore[override]
+                return donor.serve(request, 1)
+
+        server = hub.transport(B, caps=Caps(upload=2 * RATE))
+        record = record_of(B, await server.start(Giver()), b"memory")
+        for caps, seconds, size in (
+            (Caps(), 10.0, slice_bytes(2 * RATE)),
+            (Caps(download=RATE), 20.0, slice_bytes(RATE)),
+        ):
+            client, began, got = hub.transport(A, caps=caps), clock.monotonic(), bytearray()
+            async for message in client.fetch(record, FetchRequest(layout)):
+                if isinstance(message, StateManifest):
+                    assert message.piece_bytes == size
+                else:
+                    assert isinstance(message, StatePiece)
+                    assert blake3(message.data).digest()
+                    got += message.data
+            assert got == data
+            assert clock.monotonic() - began == pytest.approx(seconds, rel=0.03)
+
+    run_virtual(body)
+
+
+def test_pieces_of_a_huge_state_are_no_smaller_than_their_number_allows() -> None:
+    total = limits.MAX_PIECES * 100_000
+    assert piece_size(0, total) == limits.CHUNK_BYTES
+    assert piece_size(2_000, 10_000) == 2_000
+    size = piece_size(2_000, total)
+    assert size % 4 == 0 and limits.pieces_of(total, size) <= limits.MAX_PIECES
+
+
+@pytest.fixture
+async def grpc_swarm() -> AsyncIterator[Swarm]:
+    swarm = Swarm("grpc")
+    yield swarm
+    await swarm.stop()
+
+
+@pytest.mark.parametrize("capped", ["upload", "download"])
+async def test_real_sockets_keep_to_the_cap(grpc_swarm: Swarm, capped: str) -> None:
+    """1 MB at 1 MB/s: no faster than the cap allows, by the clock; no upper bound on a busy machine."""
+    payload, rate = PAYLOAD[:1_000_000], 1_000_000
+
+    async def serve(stream: ExchangeStream) -> None:
+        await swap(stream, payload)
+
+    server, record = await grpc_swarm.server(Handler(serve))
+    mine = grpc_swarm.client(Identity.generate(), make_certificate(NOW), caps=Caps(**{capped: rate}))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    stream = await mine.open_exchange(record)
+    await stream.send(replace(OFFER, total_bytes=len(payload)))
+    await stream.receive()
+    await move(stream, payload)
+    seconds = loop.time() - began
+    await stream.close()
+    sent, received = mine.bytes_moved()
+    assert min(sent, received) >= len(payload)
+    moved = sent if capped == "upload" else received
+    assert moved <= rate * (seconds + 0.3)
+    assert server.bytes_moved()[0] >= len(payload)
