@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_EXCHANGE_S = 4.0  # of the 10 s that a stop may take: what an exchange under way gets to end
 DONOR_RETRY_S = 2.0
+MAJORITY = 3  # other peers: with fewer, nobody can tell who is the one that is far off
 
 T = TypeVar("T")
 
@@ -279,7 +280,7 @@ class Trainer:
             facts.partners[ended.partner] += 1
             if finished.share < 1:
                 facts.count("gossip_clipped")
-            if finished.far_off:
+            if finished.far_off and len(self._context.view.live()) >= MAJORITY:
                 self._context.view.score(ended.partner, FAR_OFF)
         facts.count("rounds")
         facts.count("exchange_seconds", waited)

@@ -16,8 +16,8 @@ class InnerLoop:
 
     AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
     the hidden matrices, and AdamW keeps embeddings, head and vectors. Weight decay on matrices only (embeddings
-    included), not on norms and biases. On CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the
-    parameters have their final memory.
+    included), not on norms and biases. On CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it
+    after the parameters have their final memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ from peerloom.optim.gasloc import GASLoC
 from peerloom.optim.robust import MedianClip, distance
 from peerloom.protocol.runspec import GaslocSpec
 
-FAR_SHARE = 0.5  # a partner cut to less is no honest one that trains along: those were within 2.1 medians where measured
-GUESS = 3 * math.sqrt(2)  # of own drifts: sqrt(2) lie between two alike, more between a slow node and a fast one
+FAR_SHARE = 0.5  # a partner cut to less does not train along: honest ones were within 2.1 medians where measured
+RECENT = 16  # meetings, of which ...
+FEW = 4  # ... so many were with partners far off: were there more, this node would be the odd one, or a swarm parted
 
 
 class Mixed(NamedTuple):
@@ -31,6 +32,7 @@ class Mixer:
         self._method = method
         self._encoding = spec.encoding
         self._clip = MedianClip(spec.clip_radius, distances=distances) if spec.clip_radius else None
+        self._far: deque[bool] = deque(maxlen=RECENT)
 
     def alone(self) -> Mixed:
         """Ends the round with the edge dropped."""
@@ -45,18 +47,21 @@ class Mixer:
         """
         theirs = decode(inbox, self._encoding).to(y.device)
         own = decode(outbox, self._encoding).to(y.device) if self._encoding != "fp32" else None
-        mixed = self._judge(y, y if own is None else own, theirs)
+        mixed = self._judge(y if own is None else own, theirs)
         self._method.mix([(mixed.share**2, theirs)], own=own)
         return mixed
 
-    def _judge(self, y: Tensor, own: Tensor, theirs: Tensor) -> Mixed:
+    def _judge(self, own: Tensor, theirs: Tensor) -> Mixed:
         if self._clip is None:
             return Mixed()
-        known, expected = len(self._clip.state()) >= MedianClip.LEAST, None
-        if not known:
-            expected = GUESS * distance(y, self._method.theta)
-        share = self._clip.update(distance(own, theirs), expected)
-        return Mixed(share, known and share < FAR_SHARE)
+        apart, known = distance(own, theirs), self._clip.state()
+        if len(known) < MedianClip.LEAST:
+            # a joiner's first partners may be rounds ahead: what is usual has to be seen first
+            self._clip = MedianClip(self._clip.radius, distances=[*known, apart])
+            return Mixed()
+        share = self._clip.update(apart)
+        self._far.append(share < FAR_SHARE)
+        return Mixed(share, self._far[-1] and sum(self._far) <= FEW)
 
     def state(self) -> list[float]:
         """The distances behind the median, for a checkpoint."""

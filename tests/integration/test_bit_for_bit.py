@@ -72,7 +72,7 @@ def pair(swarm: Swarm) -> Iterator[tuple[RunSpec, list[Node]]]:
     """Two nodes that have met in some rounds running, by the schedule, and are stopped; every checkpoint is kept."""
     swarm.rest("seed")
     with swarm_folder() as folder:
-        run_file = write_run(folder / "run", pairing="scheduled", local_steps=3)
+        run_file = write_run(folder / "run", pairing="scheduled", local_steps=3, clip_radius=0.0)
         variables = {
             "TMPDIR": str(folder / "tmp"),
             "PEER_CHECKPOINT_EVERY_S": "0.001",

@@ -75,7 +75,9 @@ def test_non_finite_numbers_are_refused(encoding: Encoding, bad: np.float32) -> 
         incoming.add(Chunk(0, np.array([1.0, bad], dtype="<f4").tobytes()))
 
 
-@pytest.mark.parametrize(("bits", "finite"), [(0x7F80, False), (0xFFC0, False), (0x4780, True), (0x4781, False), (0x8000, True)])
+@pytest.mark.parametrize(
+    ("bits", "finite"), [(0x7F80, False), (0xFFC0, False), (0x4780, True), (0x4781, False), (0x8000, True)]
+)
 def test_bf16_is_judged_by_its_bits(bits: int, finite: bool) -> None:
     incoming = IncomingPayload(memoryview(bytearray(2)), "bf16")
     chunk = Chunk(0, np.array([bits], dtype="<u2").tobytes())

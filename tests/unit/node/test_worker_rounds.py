@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peerloom.node.worker.inner import InnerLoop
-from peerloom.node.worker.mixer import GUESS
+from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.model import build_model
 from peerloom.node.worker.pace import RESERVE, another_step, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
@@ -200,11 +200,17 @@ def test_a_partner_too_far_off_is_cut_and_then_blamed(source: Path, tmp_path: Pa
     assert len(again._mixer.state()) == 7
 
 
-def test_a_stranger_of_the_first_rounds_is_cut_but_not_blamed(source: Path, tmp_path: Path) -> None:
+def test_the_first_partners_count_whole(source: Path, tmp_path: Path) -> None:
     worker = task(with_gasloc(tiny_spec(source), clip_radius=2.0), tmp_path)
-    share, far_off = meet(worker, 0, 10.0)
-    assert share < 0.5 and not far_off
-    assert GUESS > 4
+    assert meet(worker, 0, 1.0) == (1.0, False)
+
+
+def test_where_many_are_far_off_nobody_is_blamed(source: Path, tmp_path: Path) -> None:
+    worker = task(with_gasloc(tiny_spec(source), clip_radius=2.0), tmp_path)
+    for number in range(12):
+        meet(worker, number, 1e-4)
+    blamed = [meet(worker, number, 1.0)[1] for number in range(12, 12 + FEW + 2)]
+    assert blamed == [True] * FEW + [False] * 2
 
 
 def test_without_a_radius_everybody_counts(source: Path, tmp_path: Path) -> None:

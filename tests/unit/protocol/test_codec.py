@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
