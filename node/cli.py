@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -112,4 +115,16 @@ def run_check(flags: Flags, path: Annotated[Path, typer.Argument(metavar="PATH",
 def main() -> None:
     """Entry point of `peer`."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is loaded: its fork handlers stall a node that spawns
-    app(prog_name="peer")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a node takes it, it ends what Ctrl-C ends
+    code: object = 0
+    try:
+        app(prog_name="peer")
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        code = 0
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # what is left is the teardown of torch, hivemind and grpc: seconds on a busy machine, and nothing to gain
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -28,15 +28,25 @@ def serve(config: NodeConfig, *, role: Role, invites: list[str], run_file: Path 
     spec = load_spec(run_file) if run_file is not None else embedded_spec() if starts_swarm else None
     from peerloom.node.daemon import run_node
 
-    def on_ready(info: NodeInfo) -> None:
+    def on_joinable(info: NodeInfo) -> None:
         if starts_swarm:
             print("\n".join(f"peer join {invite}" for invite in info.invites), flush=True)
+
+    def on_started(phases: list[tuple[str, float]]) -> None:
         if verbose:
-            print(start_times(info.phases), file=sys.stderr, flush=True)
+            print(start_times(phases), file=sys.stderr, flush=True)
 
     with StartProgress() as progress:
         return _run(
-            run_node(config, role=role, invites=invites, spec=spec, on_ready=on_ready, on_status=progress.update)
+            run_node(
+                config,
+                role=role,
+                invites=invites,
+                spec=spec,
+                on_joinable=on_joinable,
+                on_started=on_started,
+                on_status=progress.update,
+            )
         )
 
 
@@ -88,7 +98,7 @@ class StartProgress:
             self._bar.add_task(what)
             self._bar.start()
         (task,) = self._bar.task_ids
-        self._bar.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+        self._bar.update(task, description=what, total=1.0 if share else None, completed=share or 0.0)
 
     def _hide(self) -> None:
         if self._bar is not None:

@@ -47,4 +47,5 @@ class Context:
     phases: Phases
     journal: Journal
     progress: Callable[[str, float], None]
+    joinable: Callable[[], None] = lambda: None
     draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import secrets
-import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.seams import FIRST_STEP, WorkerPort
 from peerloom.node.specs import verify_spec
+from peerloom.node.stopping import Stopper
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
@@ -46,13 +46,11 @@ OTHER_SELF_S = 3.0  # how long a live namesake gets to answer before it counts a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """Where a started node can be found, and where the seconds of its start went."""
+    """Where a node can be found."""
 
     peer_id: PeerId
     run_id: RunId
     invites: list[str]
-    grpc_addresses: tuple[str, ...]
-    phases: list[tuple[str, float]]
 
 
 class Workers:
@@ -82,13 +80,37 @@ async def run_node(
     role: Role,
     invites: list[str],
     spec: RunSpec | None,
-    on_ready: Callable[[NodeInfo], None],
+    on_joinable: Callable[[NodeInfo], None],
+    on_started: Callable[[list[tuple[str, float]]], None],
     on_status: Callable[[NodeStatus], None],
 ) -> int:
     """Runs one node until SIGTERM, SIGINT or the end of the run; raises a PeerloomError that says what stopped it.
 
-    `spec` starts a run, or must be the run of the invites; None takes the run that the invites lead to.
+    `spec` starts a run, or must be the run of the invites; None takes the run that the invites lead to. `on_joinable`
+    is called when others can join, `on_started` after the first optimizer step with the seconds of each phase.
     """
+    stopper = Stopper()
+    stopper.install()
+    try:
+        return await _run_node(config, role, invites, spec, stopper, on_joinable, on_started, on_status)
+    except asyncio.CancelledError:
+        if stopper.early:
+            return 0
+        raise
+    finally:
+        stopper.remove()
+
+
+async def _run_node(
+    config: NodeConfig,
+    role: Role,
+    invites: list[str],
+    spec: RunSpec | None,
+    stopper: Stopper,
+    on_joinable: Callable[[NodeInfo], None],
+    on_started: Callable[[list[tuple[str, float]]], None],
+    on_status: Callable[[NodeStatus], None],
+) -> int:
     clock = SystemClock()
     phases = Phases(clock)
     seeds = [parse_invite(text) for text in (*invites, *config.seeds)]
@@ -168,12 +190,13 @@ async def run_node(
             phases=phases,
             journal=Journal(run_dir / "metrics.jsonl", clock.wall),
             progress=_progress(facts, on_status),
+            joinable=lambda: on_joinable(
+                NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites)
+            ),
         )
         node = Node(context, discovery, workers if role == "trainer" else None)
-        _tell_changes(
-            facts, log_context, view, phases, on_status, lambda: on_ready(_info(facts, run_spec, own_invites, phases))
-        )
-        _drain_on_signals(node, stack)
+        _tell_changes(facts, log_context, view, phases, on_status, on_started)
+        stopper.drains(node)
         await _run_while_discoverable(node, discovery)
     return 0
 
@@ -258,33 +281,16 @@ def _tell_changes(
     view: SwarmView,
     phases: Phases,
     on_status: Callable[[NodeStatus], None],
-    on_ready: Callable[[], None],
+    on_started: Callable[[list[tuple[str, float]]], None],
 ) -> None:
-    """Passes every change on; `on_ready` once: after the first optimizer step, or when a bootstrap peer serves."""
-    pending = [on_ready]
+    """Passes every change on; `on_started` once: after the first optimizer step, or when a bootstrap peer serves."""
+    pending = [on_started]
 
     def changed() -> None:
         log_context.round = facts.round if facts.role == "trainer" else None
         view.tell()
         on_status(facts.status())
         if pending and (facts.state == "serving" or phases.has(FIRST_STEP)):
-            pending.pop()()
+            pending.pop()(list(phases.seconds))
 
     facts.changed = changed
-
-
-def _info(facts: Facts, spec: RunSpec, invites: list[str], phases: Phases) -> NodeInfo:
-    return NodeInfo(
-        peer_id=facts.peer_id,
-        run_id=spec.run_id,
-        invites=invites,
-        grpc_addresses=facts.addresses,
-        phases=list(phases.seconds),
-    )
-
-
-def _drain_on_signals(node: Node, stack: AsyncExitStack) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, node.drain)
-        stack.callback(loop.remove_signal_handler, number)

@@ -66,6 +66,7 @@ def setup(format: LogFormat = "auto", verbosity: int = 0, stream: TextIO | None 
     stream = sys.stderr if stream is None else stream
     human = format == "human" or (format == "auto" and stream.isatty())
     handler = _Handler(stream)
+    handler.follows = stream is sys.stderr
     handler.addFilter(_add_context)
     handler.setFormatter(_HumanFormatter() if human else _JsonFormatter())
     root = logging.getLogger()
@@ -100,7 +101,15 @@ def quiet_libraries(verbosity: int | None = None) -> None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, so that `setup` finds it again."""
+    """Ours, so that `setup` finds it again; follows sys.stderr, which a progress bar puts itself in front of."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line."""
+        if self.follows:
+            self.stream = sys.stderr
+        super().emit(record)
+
+    follows = False
 
 
 def _add_context(record: logging.LogRecord) -> bool:

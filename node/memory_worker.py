@@ -59,6 +59,10 @@ class MemoryWorker:
         self._dead = how
         self._interrupted.set()
 
+    def kill(self) -> None:
+        """Ends this life by force."""
+        self.die("killed")
+
     def _check(self) -> None:
         if self._dead is not None:
             raise WorkerDied(self._dead)

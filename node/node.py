@@ -62,10 +62,16 @@ class Node:
         if self._trainer is not None:
             self._interrupting = asyncio.ensure_future(self._trainer.interrupt())
 
+    def kill_worker(self) -> None:
+        """Ends the training process by force; while draining this ends the node, without a new checkpoint."""
+        if self._trainer is not None:
+            self._trainer.kill()
+
     async def run(self) -> None:
         """Lives until drained or done; raises WorkerFailed or NoDonor. The caller stops the seams."""
         context = self._context
         context.facts.addresses = await context.transport.start(self)
+        context.joinable()
         view = context.view
         background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec)]
         living = asyncio.create_task(self._live())

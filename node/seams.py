@@ -240,6 +240,10 @@ class WorkerPort(Protocol):
         """Writes a checkpoint of the last finished round; raises StorageError when the disk refuses."""
         ...
 
+    def kill(self) -> None:
+        """Ends the process by force; the call under way and later ones raise WorkerDied."""
+        ...
+
     async def stop(self) -> None:
         """Ends the process and frees the shared memory."""
         ...

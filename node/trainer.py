@@ -77,6 +77,10 @@ class Trainer:
             self._driver.feed(events.DrainStarted())
             await self._worker.interrupt()
 
+    def kill(self) -> None:
+        """Ends the worker by force: run() raises WorkerDied."""
+        self._worker.kill()
+
     def peers_changed(self) -> None:
         """The live view is another one."""
         if self._driver is not None:

@@ -75,6 +75,10 @@ class Child:
         except OSError:
             log.debug("the worker no longer reads its pipe")
 
+    def kill(self) -> None:
+        """Ends the child by force; its death is told as any other."""
+        self._process.kill()
+
     async def end(self, farewell: object) -> None:
         """Sends `farewell`, kills the child when it is still there after ASK_S, and frees everything."""
         try:

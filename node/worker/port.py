@@ -104,13 +104,23 @@ class WorkerProcess:
         """Writes a checkpoint of the last finished round; raises StorageError."""
         return await self._call(messages.Save(), Path)
 
+    def kill(self) -> None:
+        """Ends the process by force; the call under way and later ones raise WorkerDied."""
+        if self._child is not None:
+            self._child.kill()
+
     async def stop(self) -> None:
-        """Ends the process, by force after a few seconds; frees memory and descriptors. Safe to call twice."""
+        """Ends the process and frees memory and descriptors; safe to call twice.
+
+        By force after a few seconds, or at once when it never came to work.
+        """
         child, self._child = self._child, None
         if child is None:
             return
         self._death = self._death or WorkerDied("the worker process was stopped")
         child.attach(self._on_message, self._on_death)
+        if self._block is None:
+            child.kill()  # it imports, or builds a model nobody waits for: there is nothing to save
         try:
             await child.end(messages.Request(0, messages.Stop()))
         finally:

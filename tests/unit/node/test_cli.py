@@ -61,7 +61,8 @@ class Daemon:
         if self.error is not None:
             raise self.error
         arguments["on_status"](status("a", state="starting", reason="reading text"))
-        arguments["on_ready"](SimpleNamespace(invites=[INVITE, INVITE + "2"], phases=[("DHT", 1.0), ("model", 2.5)]))
+        arguments["on_joinable"](SimpleNamespace(invites=[INVITE, INVITE + "2"]))
+        arguments["on_started"]([("DHT", 1.0), ("model", 2.5)])
         arguments["on_status"](status("a"))
         return 0
 
@@ -102,8 +103,8 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
 
 def test_help_loads_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom peerloom.node.cli import main\nsys.argv[1:] = ['--help']\n"
-        "try: main()\nexcept SystemExit: pass\n"
+        "import sys\nfrom peerloom.node.cli import app\nsys.argv[1:] = ['--help']\n"
+        "try: app()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'hivemind', 'grpc', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
