@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
-from peerloom.protocol.errors import LinkError, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.errors import BadPayload, LinkError, NoDonor, PeerloomError, ProtocolError
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
     DonorFailed,
@@ -102,7 +102,7 @@ class Joiner:
             if message is None:
                 raise LinkError("its stream ended early")
             if isinstance(message, StatePiece):
-                check_numbers(message.data, "fp32")
+                _check_piece(message)
             effects = machine.handle(_event(attempt, message))
             if self._store(effects, message, theta):
                 self._progress("fetching the model", machine.progress)
@@ -116,6 +116,13 @@ class Joiner:
                 theta[effect.offset : effect.offset + len(message.data)] = message.data
                 return True
         return False
+
+
+def _check_piece(piece: StatePiece) -> None:
+    try:
+        check_numbers(piece.data, "fp32")
+    except BadPayload as error:
+        raise BadPayload(f"{error} in piece {piece.index}") from None
 
 
 def _event(attempt: int, message: StateMessage) -> FetchEvent:

@@ -315,7 +315,14 @@ def swarm_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def write_run(folder: Path, *, pairing: str = "rendezvous", local_steps: int = 4, match_timeout_s: float = 3.0) -> Path:
+def write_run(
+    folder: Path,
+    *,
+    pairing: str = "rendezvous",
+    local_steps: int = 4,
+    match_timeout_s: float = 3.0,
+    clip_radius: float = 2.0,
+) -> Path:
     """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path."""
     words = "the of and to in is was he for it with as his on be at by had not are but from or have".split()
     text = folder / "text"
@@ -345,6 +352,7 @@ eval_every_rounds = 1
 local_steps = {local_steps}
 pairing = "{pairing}"
 match_timeout_s = {match_timeout_s}
+clip_radius = {clip_radius}
 max_round_skew = 1000000
 """)
     return run

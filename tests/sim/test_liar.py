@@ -14,7 +14,7 @@ from .stories import uneven
 from .swarm import Plan, Swarm, play, spec
 
 LIAR = 7
-FIRST, LAST = 120, 220  # the rounds whose loss counts: the swarm is at its noise floor by then
+FIRST, LAST = 160, 300  # the rounds whose loss counts: the swarm is at its noise floor, the liar left alone for long
 
 
 class Liar(MemoryWorker):
@@ -60,7 +60,7 @@ def run(count: int, liar: type[MemoryWorker] | None = None, **gasloc: Any) -> Sw
     async def scenario(swarm: Swarm) -> None:
         disks.extend(member.disk for member in swarm.members)
         swarm.start_all()
-        await swarm.until_round(LAST, *range(7), within_s=3000)
+        await swarm.until_round(LAST, *range(7), within_s=5000)
         await swarm.drain()
 
     return play(Plan(count=count, spec=spec(**gasloc), step_s=uneven, worker=worker), scenario)
