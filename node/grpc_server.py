@@ -23,6 +23,7 @@ from peerloom.node.grpc_wire import (
     PROVE,
     SERVER_OPTIONS,
     STATUS,
+    TAKEN,
     TOKEN_KEY,
     Context,
     abort,
@@ -130,7 +131,7 @@ class GrpcServer:
     async def _exchange(self, context: Context) -> None:
         peer = self._peer(context)
         with self._slots.hold(peer):
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(TAKEN)
             stream = ServerStream(peer, self._traffic, context)
             try:
                 await self._run(self._handler.exchange(stream), f"serve-exchange-{peer[-6:]}")
@@ -148,7 +149,7 @@ class GrpcServer:
     async def _fetch(self, context: Context) -> None:
         peer = self._peer(context)
         with self._slots.hold(peer):
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(TAKEN)
             request = codec.decode_fetch_request(await self._request(context))
             pieces = self._handler.fetch(peer, self._traffic.caps.asked(request))
             await self._run(self._send_all(context, pieces), f"serve-fetch-{peer[-6:]}")

@@ -18,6 +18,7 @@ from peerloom.node.grpc_wire import (
     EXCHANGE,
     FETCH,
     STATUS,
+    TAKEN,
     Call,
     Channel,
     Unreachable,
@@ -207,14 +208,16 @@ async def _set_up(start: Callable[[], Call]) -> Call:
         raise Unreachable("the channel has been closed") from None
     try:
         async with asyncio.timeout(SETUP_S):
-            await call.initial_metadata()
+            metadata = await call.initial_metadata()
+            taken = any(tuple(item) == TAKEN[0] for item in metadata)
+            error = None if taken else await _error(call)  # an abort: its status is on its way
     except TimeoutError:
         call.cancel()
         raise LinkError(f"the peer has not taken the call within {SETUP_S:.0f} s") from None
     except BaseException:
         call.cancel()
         raise
-    if call.done() and (error := await _error(call)) is not None:
+    if error is not None:
         raise error
     return call
 

@@ -77,6 +77,9 @@ class UnknownSession(errors.AuthenticationError):
     """The server does not know the token: it has restarted, or forgotten it; a new Hello helps."""
 
 
+TAKEN = (("peerloom-taken", "1"),)  # initial metadata of a stream that is served; an abort carries none
+
+
 class Unreachable(errors.LinkError):
     """No connection, or one that broke: a new connection may help."""
 

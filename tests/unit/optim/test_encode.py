@@ -11,6 +11,7 @@ import torch
 
 from peerloom.optim import encode as module
 from peerloom.optim.encode import Encoding, count_non_finite, decode, encode, encoded_bytes
+from tests.unit.optim.memory import shared
 
 from .conftest import Draw
 
@@ -81,7 +82,7 @@ def test_shared_memory_at_an_offset_and_more_than_one_chunk(
     y = draw(200, dtype=torch.float32)
     y[[3, 70, 199]] = float("nan")
     y[71] = float("inf")
-    memory = torch.zeros(16 + encoded_bytes(200, encoding), dtype=torch.uint8).share_memory_()
+    memory = shared(16 + encoded_bytes(200, encoding), torch.uint8)
     assert encode(y, encoding, memory[16:]).data_ptr() == memory[16:].data_ptr()
     out = torch.empty(200)
     assert decode(memory[16:], encoding, out) is out

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from peerloom.optim.flat import FlatParameters
+from tests.unit.optim.memory import shared
 
 
 class Tied(nn.Module):
@@ -71,7 +72,7 @@ def test_two_parameters_on_the_same_memory_count_as_tied() -> None:
 
 
 def test_a_given_buffer_is_used() -> None:
-    memory = torch.empty(40).share_memory_()
+    memory = shared(40)
     model = nn.Linear(3, 2)
     flat = FlatParameters(model.named_parameters(), buffer=memory[16:24])
     assert torch.equal(memory[16:22].view(2, 3), model.weight)

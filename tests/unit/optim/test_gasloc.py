@@ -14,6 +14,7 @@ from peerloom.optim.encode import decode, encode
 from peerloom.optim.flat import FlatParameters
 from peerloom.optim.gasloc import Buffers, GASLoC, Momentum, simulate_gossip
 from peerloom.optim.topology import Graph, random_matching
+from tests.unit.optim.memory import shared
 
 from .conftest import Draw
 
@@ -143,7 +144,7 @@ def test_a_dropped_edge_leaves_the_local_step_with_its_momentum(momentum: Moment
 def test_a_model_of_views_is_mixed_in_place_in_given_shared_memory() -> None:
     model = nn.Linear(3, 2)
     flat = FlatParameters(model.named_parameters())
-    buffers = Buffers(torch.empty(8).share_memory_(), torch.empty(8).share_memory_())
+    buffers = Buffers(shared(8), shared(8))
     worker = GASLoC(flat.flat, eta=1.0, alpha=1.0, gamma=0.0, buffers=buffers)
     assert torch.equal(buffers.theta, flat.flat) and torch.equal(buffers.previous, flat.flat)
     worker.start_round()

@@ -13,6 +13,7 @@ import torch
 from peerloom.optim import int8
 from peerloom.optim.encode import count_non_finite, decode, encode, encoded_bytes
 from peerloom.optim.int8 import BLOCK, Dither
+from tests.unit.optim.memory import shared
 
 from .conftest import Draw
 
@@ -112,7 +113,7 @@ def test_a_big_endian_machine_writes_and_reads_the_same_bytes(draw: Draw, monkey
 
 
 def test_shared_memory_and_refusals() -> None:
-    y, raw = torch.ones(200), torch.zeros(4 + encoded_bytes(200, "int8"), dtype=torch.uint8).share_memory_()
+    y, raw = torch.ones(200), shared(4 + encoded_bytes(200, "int8"), torch.uint8)
     assert encode(y, "int8", raw[4:], DITHER).data_ptr() == raw[4:].data_ptr()
     out = torch.empty(200)
     assert decode(raw[4:], "int8", out) is out and torch.equal(out, decode(raw[4:], "int8"))
