@@ -3,6 +3,11 @@
 `round-00000042/` holds theta and previous (`theta.safetensors`), the inner optimizer's state (`optimizer.safetensors`),
 `meta.json` and `manifest.json`, which names each file with its size and digest. It is written as a temporary sibling,
 fsynced, renamed, and the parent fsynced; nothing is ever unpickled.
+
+A start takes the highest round that verifies, and that is the one last written, because two others leave the
+`round-N` names: a damaged one when a start passes it over (`.damaged-round-N`), and one above the round just saved
+(`.stale-round-N`: of a former life, left for a donor's earlier state). They are kept for rescue by hand, renaming puts
+one back; each save prunes them to the last few, and a full disk takes them first.
 """
 
 from __future__ import annotations
@@ -19,13 +24,15 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from peerloom.node.durable import fsync_dir, fsync_file, is_full, storage_errors
+from peerloom.node.durable import fsync_dir, fsync_file, is_full, remove, storage_errors
 from peerloom.protocol.errors import StorageError
 
 KEEP = 3
+KEEP_ASIDE = 2  # damaged and stale ones together
 FORMAT = 1
 _NAME = re.compile(r"round-(\d{8,})")
 _TEMPORARY, _OUTGOING = ".new-", ".old-"
+_DAMAGED, _STALE = ".damaged-", ".stale-"
 _FILES = ("theta.safetensors", "optimizer.safetensors", "meta.json")
 
 
@@ -62,19 +69,23 @@ class _Damaged(Exception):
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEEP) -> Path:
-    """Writes a checkpoint under `folder` and drops all but the newest `keep`.
+    """Writes a checkpoint under `folder`, from then on the one a start takes, and keeps `keep` with it.
 
-    A full disk is made room on by dropping the oldest of them, the newest one never. Raises StorageError when the disk
-    refuses all the same; the older ones are then untouched and nothing half-written is left.
+    A full disk is made room on: those set aside go first, then the oldest, the newest intact one never. Raises
+    StorageError when the disk refuses all the same; nothing half-written is left.
     """
     while True:
         try:
             return _save(folder, checkpoint, keep)
         except StorageError as error:
-            older = _rounds(folder)[1:]
-            if not is_full(error) or not older:
+            if not is_full(error):
                 raise
-            _drop(older[-1])
+            with storage_errors(f"the checkpoints in {folder}"):
+                spare = _spare(folder)
+                if spare:
+                    _drop(spare[0])
+            if not spare:
+                raise
 
 
 def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -87,19 +98,42 @@ def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             _swap_in(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already unless writing failed, whose error goes on
-        for old in _rounds(folder)[keep:]:
-            _drop(old)
+        _retire_others(folder, target, keep)
     return target
 
 
-def newest_intact(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, if any, and a sentence for each damaged one passed over."""
+def _retire_others(folder: Path, target: Path, keep: int) -> None:
+    """Leaves `target` as the highest round, with `keep - 1` below it, and the last few of those set aside."""
+    rounds = _rounds(folder)
+    at = rounds.index(target)
+    # upwards, the highest last: a kill in between leaves that one, and with it the state before this save
+    for stale in reversed(rounds[:at]):
+        _set_aside(stale, _STALE)
+    for old in (*rounds[at + 1 :][max(keep, 1) - 1 :], *_aside(folder)[KEEP_ASIDE:]):
+        _drop(old)
+    fsync_dir(folder)
+
+
+def _spare(folder: Path) -> list[Path]:
+    """What a full disk may take, first to go first: all but the one that a start would take now."""
+    rounds = _rounds(folder)
+    taken = next((at for at, path in enumerate(rounds) if not _fault(path)), 0)
+    return [*reversed(_aside(folder)), *rounds[:taken], *reversed(rounds[taken + 1 :])]
+
+
+def newest_intact(folder: Path, *, read_only: bool = False) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies, if any, and a sentence for each damaged one passed over.
+
+    The damaged are set aside, unless `read_only`: for a reader beside a live node, to whom one that is just being
+    replaced looks damaged.
+    """
     damaged: list[str] = []
     for path in _rounds(folder):
         try:
             return load(path), damaged
         except _Damaged as error:
-            damaged.append(f"the checkpoint {path} is damaged ({error}) and was passed over")
+            kept = "" if read_only else _try_set_aside(path)
+            damaged.append(f"the checkpoint {path} is damaged ({error}) and was passed over{kept}")
     return None, damaged
 
 
@@ -127,17 +161,17 @@ def clear_leftovers(folder: Path) -> None:
     with storage_errors(f"the checkpoints in {folder}"):
         for path in folder.iterdir():
             if path.name.startswith(_TEMPORARY):
-                shutil.rmtree(path)
+                remove(path)
             elif path.name.startswith(_OUTGOING):
                 home = folder / path.name.removeprefix(_OUTGOING)
                 if home.exists() or not (path / "manifest.json").exists():
-                    shutil.rmtree(path)
+                    remove(path)
                 else:
                     path.rename(home)
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir()
     state = {"theta": checkpoint.theta, "previous": checkpoint.previous}
     safetensors.torch.save_file(state, folder / "theta.safetensors")
@@ -154,18 +188,42 @@ def _swap_in(temporary: Path, target: Path) -> None:
     """Puts the new folder in place; one of the same round is moved aside first: rename replaces no full folder."""
     outgoing = target.with_name(f"{_OUTGOING}{target.name}")
     if target.exists():
-        shutil.rmtree(outgoing, ignore_errors=True)
+        remove(outgoing)
         target.rename(outgoing)
     os.rename(temporary, target)
     fsync_dir(target.parent)
-    shutil.rmtree(outgoing, ignore_errors=True)
+    remove(outgoing)
 
 
 def _drop(path: Path) -> None:
     """Removes a checkpoint; renamed first, so that a kill leaves no half of it under its name."""
     outgoing = path.with_name(f"{_TEMPORARY}{path.name}")
+    remove(outgoing)
     path.rename(outgoing)
-    shutil.rmtree(outgoing)
+    remove(outgoing)
+
+
+def _set_aside(path: Path, prefix: str) -> Path:
+    """Takes a checkpoint out of the `round-N` names; an older one set aside under the same name goes."""
+    aside = path.with_name(f"{prefix}{path.name}")
+    remove(aside)
+    return path.rename(aside)
+
+
+def _try_set_aside(path: Path) -> str:
+    """Sets a damaged checkpoint aside; returns the end of the sentence about it. The next save tries again."""
+    try:
+        return f"; it is kept as {_set_aside(path, _DAMAGED).name}"
+    except OSError as error:
+        return f"; it could not be moved aside ({error.strerror})"
+
+
+def _aside(folder: Path) -> list[Path]:
+    """The checkpoints set aside, last written first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.name.startswith((_DAMAGED, _STALE))]
+    return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name), reverse=True)
 
 
 def _rounds(folder: Path) -> list[Path]:
@@ -178,6 +236,15 @@ def _rounds(folder: Path) -> list[Path]:
 
 def _digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _fault(path: Path) -> str:
+    """Why a checkpoint does not verify, "" when it does."""
+    try:
+        _verify(path)
+    except _Damaged as error:
+        return str(error)
+    return ""
 
 
 def _verify(path: Path) -> None:

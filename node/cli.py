@@ -22,6 +22,24 @@ app = typer.Typer(
     help="Train one model together with others, from machine to machine, with no server in the middle.",
     epilog="\n".join(["[bold]Exit codes[/bold]", *(f"{code}  {text}" for code, text in exit_codes().items())]),
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("peerloom"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
 run_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Write or check a run.toml.")
 app.add_typer(run_app, name="run")
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from peerloom.node.durable import SlotFile, storage_errors
+from peerloom.node.journal import JOURNAL
+from peerloom.protocol.errors import StorageError
 
-JUMP = 1 << 20  # batches skipped when the file is lost: more than a node can have used since its last checkpoint
+JUMP = 1 << 20  # batches skipped when the file is not to be trusted: more than a node can have used since its last checkpoint
 
 
 class BatchCursor:
@@ -19,7 +21,10 @@ class BatchCursor:
     """
 
     def __init__(self, path: Path, checkpointed: int | None) -> None:
-        """Opens the file; `checkpointed` is the newest checkpoint's cursor, None when there is no checkpoint."""
+        """Opens the file; `checkpointed` is the newest checkpoint's cursor, None when there is no checkpoint.
+
+        Raises StorageError when something that cannot be read is in its place.
+        """
         self._path = path
         self._file = SlotFile(path)
         self.next, self.note = self._opening(checkpointed)
@@ -42,13 +47,21 @@ class BatchCursor:
 
     def _opening(self, checkpointed: int | None) -> tuple[int, str]:
         try:
-            value = self._file.read()
+            with storage_errors(f"the batch cursor {self._path}"):
+                value, certain = self._file.read()
             fault = "damaged"
-        except FileNotFoundError:
-            if checkpointed is None:
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            if checkpointed is None and not self._trained_before():
                 return 0, ""
-            value, fault = None, "missing"
-        if value is not None:
-            return max(value, checkpointed or 0), ""
-        start = (checkpointed or 0) + JUMP
+            value, certain, fault = None, False, "missing"
+        start = max(value or 0, checkpointed or 0)
+        if certain:
+            return start, ""
+        start += JUMP  # the lost value may be any round's after this one
         return start, f"the batch cursor {self._path} is {fault}; going on at batch {start}, so that none is repeated"
+
+    def _trained_before(self) -> bool:
+        """Whether this run folder has a journal: its first line is written after the first batch was reserved."""
+        return self._path.with_name(JOURNAL).exists()

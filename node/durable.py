@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ _REMEDIES = {
     errno.EACCES: "permission denied; make it writable for this user or choose another folder",
     errno.EPERM: "permission denied; make it writable for this user or choose another folder",
     errno.ENOTDIR: "a part of the path is a file; choose another folder",
+    errno.EISDIR: "a folder is in its place; move it away",
+    errno.EEXIST: "something else has its name; move it away",
     errno.EIO: "the disk reports an I/O error; check it or choose another folder",
 }
 
@@ -69,6 +72,14 @@ def fsync_file(path: Path) -> None:
         os.close(fd)
 
 
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with all that is in it; nothing there is fine. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a whole file so that any reader, also after a crash, sees the old content or the new; raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -87,7 +98,8 @@ def replace_file(path: Path, content: bytes) -> None:
 class SlotFile:
     """A small value on disk that can be changed even when the disk is full: two slots, written in turn, in place.
 
-    A slot is "sequence value checksum"; the newest one that checks wins, so a torn write leaves the value before it.
+    A slot is "sequence value checksum"; the newest one that checks wins. A torn write leaves the value before it, and
+    a slot that does not check, from which the reader knows that a newer value may have been there.
     """
 
     SLOT_BYTES = 4096  # a block each: a torn write of one never touches the other
@@ -95,21 +107,36 @@ class SlotFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._sequence = 0
+        self._lost = False  # neither slot checked: both are to be written again
 
-    def read(self) -> int | None:
-        """The value, None when neither slot checks; raises FileNotFoundError or another OSError."""
+    def read(self) -> tuple[int | None, bool]:
+        """The value, None when neither slot checks, and whether it is surely the last one written.
+
+        Raises FileNotFoundError or another OSError.
+        """
         content = self._path.read_bytes()
-        slots = [_decode_slot(content[i : i + self.SLOT_BYTES]) for i in (0, self.SLOT_BYTES)]
+        halves = content[: self.SLOT_BYTES], content[self.SLOT_BYTES : 2 * self.SLOT_BYTES]
+        slots = [_decode_slot(half) for half in halves]
         found = [slot for slot in slots if slot is not None]
         if not found:
-            return None
+            self._lost = True
+            return None, False
         self._sequence, value = max(found)
-        return value
+        # only the very first write leaves the other slot as it was made
+        first = self._sequence == 1 and halves[0] == bytes(self.SLOT_BYTES)
+        return value, len(found) == 2 or first
 
     def write(self, value: int) -> None:
         """Makes a value durable; raises OSError, after which the value before still stands."""
         if not self._path.exists():
             replace_file(self._path, bytes(2 * self.SLOT_BYTES))
+            self._lost = False
+        self._write_slot(value)
+        if self._lost:
+            self._write_slot(value)
+            self._lost = False
+
+    def _write_slot(self, value: int) -> None:
         sequence = self._sequence + 1
         fd = os.open(self._path, os.O_WRONLY)
         try:

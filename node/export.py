@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
     Raises CheckpointError without an intact checkpoint, RunMismatch when it is of another run, StorageError when
     `out_dir` is a file, or not empty without `force`, or the disk refuses.
     """
-    found, notes = checkpoint.newest_intact(run_dir / "checkpoints")
+    found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True)
     if found is None:
         why = "; ".join(notes) or "a node writes one as it trains and when it stops"
         raise CheckpointError(f"no intact checkpoint in {run_dir / 'checkpoints'}: {why}")
@@ -45,6 +46,7 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
             _write(found, spec, temporary)
+            _follow_umask(temporary)
             out_dir.mkdir(exist_ok=True)
             for file in temporary.iterdir():
                 os.replace(file, out_dir / file.name)
@@ -58,6 +60,17 @@ def _check_target(out_dir: Path, force: bool) -> None:
         raise StorageError(f"{out_dir} is a file; choose another folder to export to")
     if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
         raise StorageError(f"the folder {out_dir} is not empty; choose another, or pass --force to write over it")
+
+
+def _follow_umask(folder: Path) -> None:
+    """Gives every file the mode that any new file gets here: safetensors makes its own private."""
+    plain = folder / ".mode"
+    plain.touch()
+    mode = stat.S_IMODE(plain.stat().st_mode)
+    plain.unlink()
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(mode)
 
 
 def _write(found: checkpoint.Checkpoint, spec: RunSpec, folder: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+JOURNAL = "metrics.jsonl"  # its name in a run folder
 Value = str | int | float | bool | None
 
 
 class Journal:
-    """Appends JSON lines; a disk that refuses is said once and never ends the node."""
+    """Appends JSON lines, each whole or absent; a disk that refuses is said once and never ends the node."""
 
     def __init__(self, path: Path | None, wall: Callable[[], float]) -> None:
         self._path = path
@@ -26,10 +28,26 @@ class Journal:
             return
         line = json.dumps({"t": round(self._wall(), 3), "event": kind, **values})
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            _append(self._path, line.encode())
             self._refused = False
         except OSError as error:
             if not self._refused:
                 log.warning("cannot append to %s (%s): rounds go on, unrecorded there", self._path, error.strerror)
             self._refused = True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Adds a line, after a line end where a kill has torn the last one; takes back what a full disk cut short."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        rest = memoryview((b"\n" if torn else b"") + line + b"\n")
+        try:
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        except OSError:
+            os.ftruncate(fd, size)
+            raise
+    finally:
+        os.close(fd)

@@ -82,7 +82,7 @@ def _files(spec: DataSpec) -> tuple[Path, list[Path]]:
             return root.parent, [root]
     except OSError as error:
         raise DataError(f"the data path {root} cannot be read: {error.strerror}") from error
-    raise DataError(f"the data path {root} does not exist; correct data.source or create it")
+    raise DataError(f"the data path {root} does not exist; correct data.source or --data, or create it")
 
 
 def _of_file(path: Path, field: str) -> Iterator[tuple[bytes, float]]:
