@@ -11,7 +11,8 @@ from peerloom.node.durable import SlotFile, storage_errors
 from peerloom.node.journal import JOURNAL
 from peerloom.protocol.errors import StorageError
 
-JUMP = 1 << 20  # batches skipped when the file is not to be trusted: more than a node can have used since its last checkpoint
+# batches skipped when the file is not to be trusted: more than a node can have used since its last checkpoint
+JUMP = 1 << 20
 
 
 class BatchCursor:

@@ -19,6 +19,7 @@ from peerloom.node.config import NodeConfig
 from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
 from peerloom.node.discovery import DhtDiscovery
+from peerloom.node.durable import storage_errors
 from peerloom.node.facts import Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
@@ -244,8 +245,13 @@ async def _discover(
 
 def _remember(folders: Folders, run_dir: Path, signed: SignedSpec, invites: list[str]) -> None:
     """Leaves the spec for `peer export`, and the invites for a `peer status` without one."""
-    (run_dir / "run.toml").write_text(signed.text, encoding="utf-8")
-    (folders.data / "last_invite").write_text("\n".join(invites) + "\n", encoding="utf-8")
+    with storage_errors(f"the run spec {run_dir / 'run.toml'}"):
+        (run_dir / "run.toml").write_text(signed.text, encoding="utf-8")
+    file = folders.data / "last_invite"
+    try:
+        file.write_text("\n".join(invites) + "\n", encoding="utf-8")
+    except OSError as error:  # a convenience: no reason not to train
+        log.warning("cannot write %s (%s): `peer status` needs an invite passed to it", file, error.strerror)
 
 
 async def _refuse_second_self(view: SwarmView, transport: GrpcTransport, facts: Facts) -> None:

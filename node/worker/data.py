@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from peerloom.node.durable import fsync_dir, storage_errors
+from peerloom.node.durable import fsync_dir, remove, replace_file, storage_errors
 from peerloom.node.worker.sources import description, documents, python_version
 from peerloom.node.worker.tokenizer import Tokenizer
 from peerloom.protocol.errors import DataError
 from peerloom.protocol.runspec import DataSpec
+
+log = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
@@ -30,7 +33,9 @@ Progress = Callable[[str, float], None]
 CODE_VERSION = 1  # part of the cache key: raise it when the shards would come out differently
 WHOLE_BYTES = 64 << 10  # a longer document is cut, so that one large file still gives both splits
 PIECE_BYTES = 8 << 10
+DIGEST_UP_TO = 256 << 20  # bytes of both shards that are read through at every start; of larger ones only the sizes
 _SPLITS = ("train", "held_out")
+_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,14 @@ class Shards:
 def prepare(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path, progress: Progress) -> Shards:
     """The shards of a source, tokenized now if no node on this machine has done it.
 
-    Nodes that start at once wait for the first. Raises DataError or StorageError.
+    Nodes that start at once wait for the first. Damaged shards are made anew. Raises DataError or StorageError.
     """
     target = cache_dir / _key(spec, tokenizer)
-    if not target.is_dir():
+    if not target.exists() or _damage(target):
         with storage_errors(f"tokenized data in {cache_dir}"):
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _locked(cache_dir / f"{target.name}.lock", progress):
-                if not target.is_dir():
-                    _tokenize(spec, tokenizer, target, progress)
+                _make_sound(spec, tokenizer, target, progress)
     return Shards(*(_map(target / f"{split}.bin", tokenizer.dtype) for split in _SPLITS))
 
 
@@ -109,13 +113,52 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
+def _make_sound(spec: DataSpec, tokenizer: Tokenizer, target: Path, progress: Progress) -> None:
+    """Leaves intact shards in `target`; under the lock, so what another node has just made is seen."""
+    if target.exists():
+        damage = _damage(target)
+        if not damage:
+            return
+        log.warning("the tokenized data in %s is damaged (%s) and is made anew", target, damage)
+        target.rename(target.with_name(f".{target.name}.damaged"))  # nodes that have it mapped keep what they have
+    _tokenize(spec, tokenizer, target, progress)
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with the shards in a folder, "" if nothing; raises DataError when they may not be read."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_bytes())
+        expected = {f"{split}.bin": files[f"{split}.bin"] for split in _SPLITS}
+        for name, about in expected.items():
+            if (size := (folder / name).stat().st_size) != about["bytes"]:
+                return f"{name} has {size} bytes instead of {about['bytes']}"
+        if sum(about["bytes"] for about in expected.values()) <= DIGEST_UP_TO:
+            for name, about in expected.items():
+                if _digest(folder / name) != about["blake3"]:
+                    return f"{name} does not match its digest"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{error.filename} is missing"
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokenized data in {folder} ({error.strerror}); make it readable, or remove it"
+        ) from error
+    except (ValueError, KeyError, TypeError):
+        return f"{_MANIFEST} is not readable"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
 def _tokenize(spec: DataSpec, tokenizer: Tokenizer, target: Path, progress: Progress) -> None:
     """Fills a temporary folder and renames it to `target`; what killed nodes left behind goes first."""
     for leftover in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(leftover)
+        remove(leftover)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_splits(spec, tokenizer, temporary, progress)
+        _write_manifest(temporary)
         temporary.chmod(0o755)
         temporary.rename(target)
         fsync_dir(target.parent)
@@ -140,6 +183,12 @@ def _write_splits(spec: DataSpec, tokenizer: Tokenizer, folder: Path, progress: 
             os.fsync(file.fileno())
     if not any_text:
         raise DataError(f"the data source {spec.source} holds no text; point data.source at a file or folder with some")
+
+
+def _write_manifest(folder: Path) -> None:
+    names = [f"{split}.bin" for split in _SPLITS]
+    files = {name: {"bytes": (folder / name).stat().st_size, "blake3": _digest(folder / name)} for name in names}
+    replace_file(folder / _MANIFEST, json.dumps(files, indent=1).encode())
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:

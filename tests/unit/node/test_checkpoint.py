@@ -106,6 +106,111 @@ def test_a_damaged_one_is_passed_over_with_a_sentence(tmp_path: Path, damage: ob
     assert len(notes) == 1 and "round-00000002 is damaged" in notes[0] and "\n" not in notes[0]
 
 
+def test_saves_after_damage_survive_and_are_found(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        save(tmp_path, made(number))
+    for number in (20, 30):
+        _flip_a_bit(tmp_path / f"round-{number:08d}")
+    read, notes = newest_intact(tmp_path)
+    assert read is not None and read.meta.round == 10
+    assert ["it is kept as .damaged-round-00000030" in note for note in notes] == [True, False]
+    assert names(tmp_path) == [".damaged-round-00000020", ".damaged-round-00000030", "round-00000010"]
+    for number in range(11, 16):
+        save(tmp_path, made(number))
+        read, notes = newest_intact(tmp_path)
+        assert read is not None and read.meta.round == number and notes == []
+    assert [name for name in names(tmp_path) if name[0] == "r"] == [f"round-{number:08d}" for number in (13, 14, 15)]
+
+
+def test_damage_that_no_start_has_seen_does_not_outlive_a_lower_save(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        save(tmp_path, made(number))
+    for number in (10, 20, 30):
+        _flip_a_bit(tmp_path / f"round-{number:08d}")
+    assert save(tmp_path, made(5)).exists()  # a donor's state, taken while running
+    read, notes = newest_intact(tmp_path)
+    assert read is not None and read.meta.round == 5 and notes == []
+
+
+def test_a_lower_round_saved_later_wins_over_a_former_life(tmp_path: Path) -> None:
+    for number in (48, 49, 50):
+        save(tmp_path, made(number))
+    save(tmp_path, made(40))
+    read, _ = newest_intact(tmp_path)
+    assert read is not None and read.meta.round == 40
+    assert names(tmp_path) == [".stale-round-00000049", ".stale-round-00000050", "round-00000040"]
+
+
+def test_a_kill_while_a_former_life_is_set_aside_leaves_it_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (48, 49, 50):
+        save(tmp_path, made(number))
+    set_aside = module._set_aside
+    moved: list[Path] = []
+
+    def killed(path: Path, prefix: str) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return set_aside(path, prefix)
+
+    monkeypatch.setattr(module, "_set_aside", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, made(40))
+    read, _ = newest_intact(tmp_path)
+    assert read is not None and read.meta.round == 50, "not one that is neither the last state nor the new one"
+
+
+def test_only_the_last_few_are_kept_aside(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        save(tmp_path, made(number), keep=9)
+    for number in range(2, 6):
+        _truncate(tmp_path / f"round-{number:08d}")
+    assert len(newest_intact(tmp_path)[1]) == 4
+    assert len(names(tmp_path)) == 5, "nothing goes before a good one is there"
+    save(tmp_path, made(2))
+    assert names(tmp_path) == [
+        ".damaged-round-00000004", ".damaged-round-00000005", "round-00000001", "round-00000002",
+    ]  # fmt: skip
+
+
+def test_a_reader_moves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, made(1))
+    _truncate(tmp_path / "round-00000001")
+    read, notes = newest_intact(tmp_path, read_only=True)
+    assert read is None and notes[0].endswith("was passed over")
+    assert names(tmp_path) == ["round-00000001"]
+
+
+def test_one_that_cannot_be_moved_aside_is_passed_over_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, made(1))
+    save(tmp_path, made(2))
+    _truncate(tmp_path / "round-00000002")
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    read, notes = newest_intact(tmp_path)
+    assert read is not None and read.meta.round == 1
+    assert "could not be moved aside (Read-only file system)" in notes[0]
+
+
+def test_files_in_the_place_of_folders_go(tmp_path: Path) -> None:
+    save(tmp_path, made(1))
+    (tmp_path / ".new-round-00000002").write_text("a file")
+    (tmp_path / ".old-round-00000001").write_text("a file")
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == ["round-00000001"]
+    (tmp_path / ".new-round-00000002").write_text("a file")
+    (tmp_path / "round-00000002").write_text("a file")
+    save(tmp_path, made(2))
+    assert names(tmp_path) == ["round-00000001", "round-00000002"]
+
+
 def test_leftovers_of_a_kill_are_cleared(tmp_path: Path) -> None:
     save(tmp_path, made(1))
     shutil.copytree(tmp_path / "round-00000001", tmp_path / ".new-round-00000002")
@@ -184,3 +289,27 @@ def test_a_full_disk_is_made_room_on_by_the_oldest(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageError, match="the disk is full"):
         save(tmp_path, made(4))
     assert names(tmp_path) == ["round-00000003"], "the newest one is never given up"
+
+
+def test_a_full_disk_takes_the_damaged_before_the_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2, 3, 4):
+        save(tmp_path, made(number), keep=9)
+    _flip_a_bit(tmp_path / "round-00000004")
+    newest_intact(tmp_path)  # sets it aside
+    _flip_a_bit(tmp_path / "round-00000003")  # and this no start has seen
+    order: list[str] = []
+    drop = module._drop
+
+    def noted(path: Path) -> None:
+        order.append(path.name)
+        drop(path)
+
+    def full(folder: Path, state: Checkpoint) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_drop", noted)
+    monkeypatch.setattr(module, "_write_files", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        save(tmp_path, made(5))
+    assert order == [".damaged-round-00000004", "round-00000003", "round-00000001"]
+    assert names(tmp_path) == ["round-00000002"]

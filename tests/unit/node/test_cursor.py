@@ -59,7 +59,7 @@ def test_torn_file_jumps_ahead_and_says_so(path: Path, content: bytes) -> None:
     assert BatchCursor(path, None).next == JUMP
 
 
-def test_a_torn_write_leaves_the_value_before(path: Path) -> None:
+def test_a_torn_write_repeats_nothing(path: Path) -> None:
     cursor = BatchCursor(path, None)
     cursor.reserve(20)
     before = path.read_bytes()
@@ -68,7 +68,53 @@ def test_a_torn_write_leaves_the_value_before(path: Path) -> None:
     torn = bytearray(path.read_bytes())
     torn[changed + 3 : changed + 20] = bytes(17)
     path.write_bytes(bytes(torn))
-    assert BatchCursor(path, None).next == 20
+    opened = BatchCursor(path, None)
+    assert opened.next == 20 + JUMP  # the lost slot said 40, and a round may have used them
+    assert "damaged" in opened.note
+    opened.reserve(5)
+    again = BatchCursor(path, None)
+    assert (again.next, again.note) == (25 + JUMP, ""), "one write mends it"
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_slot_that_was_wiped_is_not_taken_for_a_fresh_one(path: Path, slot: int) -> None:
+    cursor = BatchCursor(path, None)
+    for _ in range(5):
+        cursor.reserve(10)
+    content = bytearray(path.read_bytes())
+    content[slot * 4096 : (slot + 1) * 4096] = bytes(4096)
+    path.write_bytes(content)
+    assert BatchCursor(path, None).next >= 50 and "damaged" in BatchCursor(path, None).note
+
+
+def test_one_reservation_mends_a_file_of_which_nothing_is_left(path: Path) -> None:
+    BatchCursor(path, None).reserve(5)
+    path.write_bytes(b"\xff" * 8192)
+    BatchCursor(path, None).reserve(5)
+    again = BatchCursor(path, None)
+    assert (again.next, again.note) == (JUMP + 5, "")
+
+
+def test_missing_file_beside_a_journal_is_no_first_start(path: Path) -> None:
+    path.parent.mkdir()
+    (path.parent / "metrics.jsonl").write_text("{}\n")
+    cursor = BatchCursor(path, None)
+    assert cursor.next == JUMP and "missing" in cursor.note
+
+
+def test_a_folder_in_its_place_is_a_storage_error(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"batch\.cursor: a folder is in its place; move it away"):
+        BatchCursor(path, 60)
+
+
+def test_an_unreadable_file_is_a_storage_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(StorageError, match=r"batch\.cursor: permission denied"):
+        BatchCursor(path, 60)
 
 
 def test_missing_file_beside_a_checkpoint_jumps_ahead_and_says_so(path: Path) -> None:

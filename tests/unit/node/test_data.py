@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peerloom.node.worker import data
 from peerloom.node.worker.data import Batches, check_enough, prepare
 from peerloom.node.worker.sources import documents
 from peerloom.node.worker.tokenizer import ByteTokenizer
@@ -75,6 +78,85 @@ def test_nodes_that_start_at_once_tokenize_once(tmp_path: Path) -> None:
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1
 
 
+def _empty(shards: Path) -> None:
+    (shards / "train.bin").write_bytes(b"")
+
+
+def _cut(shards: Path) -> None:
+    with (shards / "held_out.bin").open("r+b") as file:
+        file.truncate(11)
+
+
+def _flip(shards: Path) -> None:
+    content = bytearray((shards / "train.bin").read_bytes())
+    content[100] ^= 1
+    (shards / "train.bin").write_bytes(content)
+
+
+def _lose(shards: Path) -> None:
+    (shards / "held_out.bin").unlink()
+
+
+def _lose_the_manifest(shards: Path) -> None:
+    (shards / "manifest.json").unlink()
+
+
+def _tear_the_manifest(shards: Path) -> None:
+    (shards / "manifest.json").write_bytes((shards / "manifest.json").read_bytes()[:20])
+
+
+def _a_file_instead(shards: Path) -> None:
+    shutil.rmtree(shards)
+    shards.write_text("a file")
+
+
+@pytest.mark.parametrize(
+    "damage", [_empty, _cut, _flip, _lose, _lose_the_manifest, _tear_the_manifest, _a_file_instead]
+)
+def test_damaged_shards_are_made_anew(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = DataSpec(source=str(write_text(tmp_path / "text")), held_out=0.2)
+    first = prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+    expected = first.train.copy(), first.held_out.copy()
+    (shards,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    damage(shards)
+    again = prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+    assert np.array_equal(again.train, expected[0]) and np.array_equal(again.held_out, expected[1])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(shards) in caplog.text and "is made anew" in caplog.text
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {shards.name, f"{shards.name}.lock"}
+    caplog.clear()
+    prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+    assert not caplog.records
+
+
+def test_of_large_shards_only_the_sizes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = DataSpec(source=str(write_text(tmp_path / "text")))
+    prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+
+    def unread(path: Path) -> str:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(data, "DIGEST_UP_TO", 1000)
+    monkeypatch.setattr(data, "_digest", unread)
+    assert len(prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet).train) > 1000
+
+
+def test_shards_that_may_not_be_read_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = DataSpec(source=str(write_text(tmp_path / "text")))
+    prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+    before = sorted((tmp_path / "cache").rglob("*"))
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(data, "_digest", refuse)
+    with pytest.raises(DataError, match=r"cannot read the tokenized data in .* \(Permission denied\)"):
+        prepare(spec, ByteTokenizer(), tmp_path / "cache", quiet)
+    assert sorted((tmp_path / "cache").rglob("*")) == before
+
+
 def test_a_killed_tokenization_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = DataSpec(source=str(write_text(tmp_path / "text")))
 
@@ -117,7 +199,7 @@ def _no_text_folder(tmp: Path) -> str:
 
 
 FAULTS: list[tuple[Callable[[Path], str], str]] = [
-    (lambda tmp: str(tmp / "nowhere"), r"nowhere does not exist; correct data\.source"),
+    (lambda tmp: str(tmp / "nowhere"), r"nowhere does not exist; correct data\.source or --data"),
     (_no_text_folder, r"pictures holds no \.txt, \.md, .* file; point data\.source at text"),
     (lambda tmp: _write(tmp / "a.csv", b"x"), r"a\.csv is none of \.txt"),
     (lambda tmp: _write(tmp / "empty.txt", b" \n"), r"empty\.txt holds no text"),

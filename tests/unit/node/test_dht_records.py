@@ -116,6 +116,8 @@ def test_the_helper_makes_records_that_pass_and_later_fields_are_passed_over() -
         pytest.param(stored(resigned(body_with(peer_id=OTHER.peer_id))), id="in another's name"),
         pytest.param(stored(resigned(body_with(round=-1))), id="negative round"),
         pytest.param(stored(resigned(body_with(round=1 << 63))), id="huge round"),
+        pytest.param(stored(resigned(body_with(round=(1 << 53) + 1))), id="round past 2**53"),
+        pytest.param(stored(resigned(body_with(step=(1 << 53) + 1))), id="step past 2**53"),
         pytest.param(stored(resigned(body_with(round="1"))), id="text for a number"),
         pytest.param(stored(resigned(body_with(loss=float("nan")))), id="nan loss"),
         pytest.param(stored(resigned(body_with(name="\x1b[31m"))), id="escape sequence"),

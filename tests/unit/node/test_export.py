@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,28 @@ def test_opens_offline_with_equal_logits(trained: tuple[RunSpec, Path, Any], tmp
         model.eval()
         mine, theirs = (one(input_ids=torch.tensor([ids])).logits for one in (model, opened.eval()))
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_follow_the_umask(trained: tuple[RunSpec, Path, Any], tmp_path: Path, umask: int, mode: int) -> None:
+    spec, run_dir, _ = trained
+    before = os.umask(umask)
+    try:
+        export(run_dir, spec, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {mode}
+
+
+def test_a_damaged_checkpoint_stays_where_it_is(trained: tuple[RunSpec, Path, Any], tmp_path: Path) -> None:
+    spec, run_dir, _ = trained
+    copied = tmp_path / "run"
+    shutil.copytree(run_dir, copied)
+    (copied / "checkpoints" / "round-00000001" / "meta.json").unlink()
+    with pytest.raises(CheckpointError, match="was passed over"):
+        export(copied, spec, tmp_path / "out")
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["round-00000001"]
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 from collections.abc import AsyncGenerator
@@ -9,9 +10,11 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from peerloom.node.donor import manifest_of
-from peerloom.node.joiner import Joiner
+from peerloom.node.joiner import FetchedState, Joiner
 from peerloom.node.memory_transport import MemoryTransport
+from peerloom.node.virtual_time import run_virtual
 from peerloom.protocol.errors import NoDonor
+from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import FetchRequest, StateMessage, StatePiece
 from peerloom.protocol.transfer import FetchMachine
 from peerloom.protocol.types import PeerId, PeerRecord
@@ -29,7 +32,7 @@ class Donors(MemoryTransport):
 
     async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         data = BAD if peer.peer_id == LIAR else GOOD
-        yield manifest_of(data, round=10**9 if data is BAD else 7, step=70, layout="L", held_out_loss=1.0)
+        yield manifest_of(data, round=8 if data is BAD else 7, step=70, layout="L", held_out_loss=1.0)
         yield StatePiece(0, data)
 
 
@@ -46,9 +49,65 @@ async def test_nan_is_refused_scored_and_the_next_donor_asked() -> None:
     state = await joiner.fetch(FetchMachine([LIAR, HONEST], "L", len(GOOD), 8), len(GOOD))
     assert (state.round, bytes(state.theta)) == (7, GOOD)
     assert scored == [(LIAR, "bad_state")]
+    assert state.donors == (HONEST,)
 
 
 async def test_liars_alone_leave_no_donor() -> None:
     joiner = Joiner(Donors(), record, lambda peer, fault: None, lambda what, share: None)
     with pytest.raises(NoDonor, match="non-finite parameters in piece 0"):
         await joiner.fetch(FetchMachine([LIAR], "L", len(GOOD), 8), len(GOOD))
+
+
+class OneDonor(Donors):
+    """Serves good numbers under a round and a step of its choice."""
+
+    def __init__(self, round: int, step: int = 70) -> None:
+        self._at = (round, step)
+
+    async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        yield manifest_of(GOOD, round=self._at[0], step=self._at[1], layout="L", held_out_loss=1.0)
+        yield StatePiece(0, GOOD)
+
+
+@pytest.mark.parametrize(("round", "step"), [(MAX_PAST_RECORD + 1, 70), (4, 70), (7, MAX_TAKEN + 1)])
+async def test_a_position_nobody_could_go_on_from_is_refused_with_its_manifest(round: int, step: int) -> None:
+    scored: list[tuple[PeerId, str]] = []
+    joiner = Joiner(
+        OneDonor(round, step), record, lambda peer, fault: scored.append((peer, fault)), lambda what, share: None
+    )
+    with pytest.raises(NoDonor, match=f"its state is of round {round}, step {step}"):
+        await joiner.fetch(FetchMachine([LIAR], "L", len(GOOD), 8), len(GOOD), least_round=5)
+    assert scored == [(LIAR, "bad_state")]
+
+
+class Silent(Donors):
+    """The liar takes the call and says nothing; the honest one serves."""
+
+    async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        if peer.peer_id == LIAR:
+            await asyncio.Event().wait()
+        async for message in super().fetch(peer, request):
+            yield message
+
+
+def test_silence_costs_one_donor_half_of_the_time_and_all_of_them_all_of_it() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        joiner = Joiner(Silent(), record, lambda peer, fault: None, lambda what, share: None)
+        began = loop.time()
+        machine = FetchMachine([LIAR, HONEST], "L", len(GOOD), 8)
+        state = await joiner.fetch(machine, len(GOOD), manifest_within_s=4.0)
+        assert state.donors == (HONEST,)
+        assert loop.time() - began == pytest.approx(2.0)
+        began = loop.time()
+        with pytest.raises(NoDonor, match="it sent nothing for too long"):
+            await joiner.fetch(FetchMachine([LIAR], "L", len(GOOD), 8), len(GOOD), manifest_within_s=4.0)
+        assert loop.time() - began == pytest.approx(4.0)
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(("donors", "blamed"), [("a", "a"), ("ab", "a"), ("abc", "ab")])
+def test_who_is_to_blame_for_a_state_of_several(donors: str, blamed: str) -> None:
+    state = FetchedState(7, 70, bytearray(), 1.0, tuple(map(PeerId, donors)))
+    assert state.to_blame() == tuple(blamed)

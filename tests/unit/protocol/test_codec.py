@@ -36,6 +36,7 @@ from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord
 PEER = PeerId("12D3KooWGCEfU5vFEsEWqoSDDZA5HNMDBEZuXaA4Q1F4nFcUdHvM")
 
 counts = st.integers(0, limits.MAX_COUNT)
+positions = st.integers(0, limits.MAX_POSITION)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 times = st.floats(0.0, limits.MAX_WALL_S)
 letters = st.characters(codec="utf-8").filter(str.isprintable)
@@ -63,9 +64,9 @@ addresses = st.sampled_from(["127.0.0.1:1", "[::1]:65535", "[2001:db8::2]:4000",
 encodings = st.sampled_from(["fp32", "bf16"])
 
 exchange_messages = st.one_of(
-    st.builds(Offer, exact_hex(32), counts, hexes(64), encodings, payload_bytes),
+    st.builds(Offer, exact_hex(32), positions, hexes(64), encodings, payload_bytes),
     st.just(Hold()),
-    st.builds(Accept, counts),
+    st.builds(Accept, positions),
     st.builds(Decline, st.sampled_from(get_args(DeclineReason)), texts(512)),
     st.builds(Chunk, payload_bytes, st.binary(min_size=1, max_size=64)),
     st.builds(PayloadEnd, octets(32)),
@@ -82,7 +83,7 @@ def manifests(draw: st.DrawFn) -> StateManifest:
     piece = draw(st.integers(1, limits.CHUNK_BYTES))
     last = draw(st.integers(1, piece))
     total = (len(digests) - 1) * piece + last if digests else 0
-    fields = draw(st.tuples(texts(128), counts, counts, hexes(64)))
+    fields = draw(st.tuples(texts(128), positions, positions, hexes(64)))
     return StateManifest(*fields, total, piece, tuple(digests), draw(st.none() | finite))
 
 
@@ -106,8 +107,8 @@ records = st.builds(
     reason=texts(512),
     init_digest=hexes(64),
     layout_digest=hexes(64),
-    round=counts,
-    step=counts,
+    round=positions,
+    step=positions,
     tokens=counts,
     tokens_per_s=finite,
     loss=st.none() | finite,
@@ -364,3 +365,11 @@ def test_a_sketch_crosses_and_a_broken_one_of_ours_stays_here() -> None:
     sketch = tuple(float(k) / 7 for k in range(32))
     assert codec.decode_record(codec.encode_record(replace(RECORD, sketch=sketch))).sketch == sketch
     assert codec.decode_record(codec.encode_record(replace(RECORD, sketch=(1.0, math.nan)))).sketch == ()
+
+
+@pytest.mark.parametrize("field", ["round", "step"])
+def test_a_round_or_step_past_2_to_the_53_is_refused(field: str) -> None:
+    figures = {"round": 1, "step": 1, field: limits.MAX_POSITION + 1}
+    manifest = StateManifest("s", figures["round"], figures["step"], "ab", 0, 4, (), None)
+    with pytest.raises(MalformedMessage, match=f"{field} is"):
+        codec.decode_state(codec.encode_state(manifest))

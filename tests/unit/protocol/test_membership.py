@@ -12,6 +12,7 @@ from peerloom.protocol.membership import (
     FORGIVEN_AFTER_S,
     HALF_LIFE_S,
     LONGEST_BAN_S,
+    WORSE_STATE,
     Membership,
     ban_length,
     decayed,
@@ -107,6 +108,14 @@ def test_repeated_faults_leave_a_peer_alone_longer_each_time(membership: Members
     assert len(membership.live(FIRST_BAN_S)) == 2
     membership.score(A, "bad_piece", FIRST_BAN_S)
     assert membership.reason_excluded(A, FIRST_BAN_S) == "is left alone for 60 s after repeated faults"
+
+
+def test_a_state_clearly_worse_leaves_its_donor_alone_at_once(membership: Membership) -> None:
+    membership.update([record(A)], 0.0)
+    assert not membership.left_alone(A, 0.0)
+    membership.score(A, WORSE_STATE, 0.0)
+    assert membership.left_alone(A, 1.0)
+    assert not membership.left_alone(A, FIRST_BAN_S)
 
 
 def test_a_ban_that_ends_changes_the_view(membership: Membership) -> None:
