@@ -30,7 +30,7 @@ def last_invites(config: NodeConfig) -> list[str]:
     file = config.folders.data / "last_invite"
     try:
         return file.read_text(encoding="utf-8").split()
-    except FileNotFoundError:
+    except OSError:
         raise ConfigError(
             f"no node with its files in {file.parent} has joined a swarm: pass an invite, or the --home of one that has"
         ) from None
