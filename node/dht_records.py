@@ -96,6 +96,7 @@ def _address(value: str) -> str:
 
 
 _Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
+_Position = Annotated[int, Field(ge=0, le=limits.MAX_POSITION)]
 _Version = Annotated[int, Field(ge=1, le=limits.MAX_PROTOCOL)]
 _Wall = Annotated[float, Field(ge=0, le=limits.MAX_WALL_S)]
 _SketchValue = Annotated[float, Field(ge=-limits.MAX_SKETCH_VALUE, le=limits.MAX_SKETCH_VALUE)]
@@ -127,8 +128,8 @@ class _Record(_Model):
     reason: _text(limits.MAX_TEXT_CHARS)  # type: ignore[valid-type]
     init_digest: _Hex
     layout_digest: _Hex
-    round: _Count
-    step: _Count
+    round: _Position
+    step: _Position
     tokens: _Count
     tokens_per_s: Annotated[float, Field(ge=0)]
     loss: float | None

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
-from peerloom.protocol.errors import BadPayload, LinkError, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.errors import BadPayload, LinkError, MalformedMessage, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
     DonorFailed,
@@ -31,12 +32,17 @@ STALL_S = 20.0  # a donor that sends nothing for this long is left for the next 
 
 @dataclass(frozen=True, slots=True)
 class FetchedState:
-    """A donor's state, every piece verified."""
+    """A state, every piece verified; its figures are the last donor's, its pieces those of all `donors`, in turn."""
 
     round: int
     step: int
     theta: bytearray
     held_out_loss: float | None
+    donors: tuple[PeerId, ...]
+
+    def to_blame(self) -> tuple[PeerId, ...]:
+        """Who is at fault for a bad state: a sole donor; of several, those that broke off before the last one."""
+        return self.donors[:-1] or self.donors
 
 
 class Joiner:
@@ -53,15 +59,34 @@ class Joiner:
         self._records = records
         self._score = score
         self._progress = progress
+        self._sources: dict[PeerId, None] = {}  # whose pieces are in place, in turn
+        self._least_round = 0
+        self._manifest_s: float | None = None
+        self._waited = 0.0  # for manifests
 
-    async def fetch(self, machine: FetchMachine, total_bytes: int) -> FetchedState:
-        """Runs the machine to its end; raises NoDonor when all donors failed."""
+    async def fetch(
+        self,
+        machine: FetchMachine,
+        total_bytes: int,
+        *,
+        least_round: int = 0,
+        manifest_within_s: float | None = None,
+    ) -> FetchedState:
+        """Runs the machine to its end; raises NoDonor when all donors failed.
+
+        A manifest's round may be neither under `least_round` nor far past its donor's record. All waiting for manifests
+        together takes at most `manifest_within_s`, half of it for one donor (None: no more than STALL_S for each).
+        """
         theta = bytearray(total_bytes)
+        self._sources = {}
+        self._least_round, self._manifest_s = least_round, manifest_within_s
+        self._waited = 0.0
         effects = machine.start()
         while True:
             request, done = self._sort(effects)
             if done is not None:
-                return FetchedState(done.round, done.step, theta, done.held_out_loss)
+                sources = [peer for peer in self._sources if peer != done.donor]
+                return FetchedState(done.round, done.step, theta, done.held_out_loss, (*sources, done.donor))
             assert request is not None  # the machine's promise: it asks on, is done, or failed
             effects = await self._read(machine, request, theta)
 
@@ -87,28 +112,56 @@ class Joiner:
             return machine.handle(DonorFailed(ask.attempt, "its record has expired"))
         try:
             async with aclosing(self._transport.fetch(record, ask.request)) as stream:
-                return await self._feed(machine, ask.attempt, stream, theta)
+                return await self._feed(machine, ask.attempt, stream, theta, record)
         except TimeoutError:
-            return machine.handle(DonorFailed(ask.attempt, f"it sent nothing for {STALL_S:.0f} s"))
+            return machine.handle(DonorFailed(ask.attempt, "it sent nothing for too long"))
         except PeerloomError as error:
             return machine.handle(DonorFailed(ask.attempt, str(error), isinstance(error, ProtocolError)))
 
     async def _feed(
-        self, machine: FetchMachine, attempt: int, stream: AsyncGenerator[StateMessage, None], theta: bytearray
+        self,
+        machine: FetchMachine,
+        attempt: int,
+        stream: AsyncGenerator[StateMessage, None],
+        theta: bytearray,
+        record: PeerRecord,
     ) -> list[FetchEffect]:
+        message = await self._first(stream)
         while True:
-            async with asyncio.timeout(STALL_S):
-                message = await anext(stream, None)
             if message is None:
                 raise LinkError("its stream ended early")
             if isinstance(message, StatePiece):
                 _check_piece(message)
+            elif isinstance(message, StateManifest):
+                self._check_position(message, record)
             effects = machine.handle(_event(attempt, message))
             if self._store(effects, message, theta):
+                self._sources[record.peer_id] = None
                 self._progress("fetching the model", machine.progress)
                 effects = [effect for effect in effects if not isinstance(effect, StorePiece)]
             if effects:
                 return effects
+            async with asyncio.timeout(STALL_S):
+                message = await anext(stream, None)
+
+    async def _first(self, stream: AsyncGenerator[StateMessage, None]) -> StateMessage | None:
+        """The manifest, unless the waiting for it takes too long; raises TimeoutError."""
+        total, loop = self._manifest_s, asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(STALL_S if total is None else min(total / 2, total - self._waited)):
+                return await anext(stream, None)
+        finally:
+            self._waited += loop.time() - began
+
+    def _check_position(self, manifest: StateManifest, record: PeerRecord) -> None:
+        """Raises MalformedMessage for a round or step that this node could not go on from."""
+        most = min(record.round + MAX_PAST_RECORD, MAX_TAKEN)
+        if not self._least_round <= manifest.round <= most or manifest.step > MAX_TAKEN:
+            raise MalformedMessage(
+                f"its state is of round {manifest.round}, step {manifest.step}; its record says round {record.round}, "
+                f"and from {self._least_round} to {most} could be taken over"
+            )
 
     def _store(self, effects: list[FetchEffect], message: StateMessage, theta: bytearray) -> bool:
         for effect in effects:

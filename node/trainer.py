@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.gossip_driver import GossipDriver
-from peerloom.node.joiner import Joiner
+from peerloom.node.joiner import FetchedState, Joiner
 from peerloom.node.seams import (
     FIRST_STEP,
     ExchangeStream,
@@ -23,15 +24,17 @@ from peerloom.node.seams import (
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LinkError, NoDonor, StorageError
 from peerloom.protocol.gossip import GossipMachine
-from peerloom.protocol.lifecycle import StartDecision, budget_spent, choose_start
-from peerloom.protocol.membership import FAR_OFF
+from peerloom.protocol.lifecycle import StartDecision, budget_spent, catch_up_delay, choose_start, worse_than
+from peerloom.protocol.membership import FAR_OFF, WORSE_STATE
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
 from peerloom.protocol.transfer import FetchMachine
+from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
 
 DRAIN_EXCHANGE_S = 4.0  # of the 10 s that a stop may take: what an exchange under way gets to end
 DONOR_RETRY_S = 2.0
+CATCH_UP_RATE = 256 << 10  # bytes a second: training does not stand still for a state that comes slower
 MAJORITY = 3  # other peers: with fewer, nobody can tell who is the one that is far off
 
 T = TypeVar("T")
@@ -54,6 +57,9 @@ class Trainer:
         self._donor: Donor | None = None
         self._saved_at = context.clock.monotonic()
         self.rounds = 0  # finished in this life
+        self._best_loss: float | None = None  # of this life's rounds: many states, each a little worse, add up
+        self._catch_ups_failed = 0  # in a row
+        self._catch_up_from = context.clock.monotonic()  # no attempt before this
         view = context.view
         self._joiner = Joiner(context.transport, view.record_of, view.score, context.progress)
 
@@ -178,11 +184,13 @@ class Trainer:
             try:
                 if decision.kind == "fresh" and lost is not None:
                     raise lost  # its last record has expired: starting afresh would make a second run of one id
-                return await self._fetch(decision)
+                return await self._fetch(decision, ready.resumed)
             except NoDonor as error:
+                if ready.resumed:
+                    return self._stay_behind(error)  # a checkpoint to go on from beats waiting
                 if self._clock.monotonic() >= give_up_at:
                     raise
-                if any(record.round > 0 for record in view.records()):
+                if any(record.round > 0 for record in view.believed()):
                     lost = error
                 await asyncio.sleep(DONOR_RETRY_S)
                 await view.refresh()
@@ -193,27 +201,67 @@ class Trainer:
             resumed,
             self._facts.init_digest,
             self._facts.layout_digest,
-            self._context.view.records(),
+            self._context.view.believed(),
             self._context.spec.gasloc.max_round_skew,
             self._clock.wall(),
             started_at=self._facts.started_at,
+            seen_s=self._context.view.seen_s(),
         )
 
-    async def _fetch(self, decision: StartDecision) -> None:
-        facts, total_bytes = self._facts, len(self._worker.theta())
-        facts.enter("fetching", decision.reason)
-        skew = self._context.spec.gasloc.max_round_skew
-        state = await self._joiner.fetch(
-            FetchMachine(decision.donors, facts.layout_digest, total_bytes, skew), total_bytes
-        )
+    async def _fetch(self, decision: StartDecision, trained: bool) -> None:
+        """Takes over the first state that its held-out loss does not speak against; raises NoDonor or Drained."""
+        self._facts.enter("fetching", decision.reason)
+        donors, began = decision.donors, asyncio.get_running_loop().time()
+        while True:
+            state = await self._unless_draining(self._receive(donors, began if trained else None))
+            refusal = await self._take_over(state, trained)
+            if not refusal:
+                return
+            blamed = state.to_blame()
+            log.warning("the state of round %d from %s was refused: %s", state.round, ", ".join(blamed), refusal)
+            for peer in blamed:
+                self._context.view.score(peer, WORSE_STATE)
+            donors = tuple(peer for peer in donors if peer not in blamed)
+            if not donors:
+                raise NoDonor(f"every state that was handed over had to be refused, the last one because {refusal}")
+
+    async def _receive(self, donors: tuple[PeerId, ...], began: float | None) -> FetchedState:
+        """Streams a state; `began` is when a node that has trained stopped for it, which it does not do for long."""
+        facts, spec, total_bytes = self._facts, self._context.spec.gasloc, len(self._worker.theta())
+        machine = FetchMachine(donors, facts.layout_digest, total_bytes, spec.max_round_skew)
+        if began is None:
+            return await self._joiner.fetch(machine, total_bytes)
+        try:
+            async with asyncio.timeout_at(began + 2 * spec.match_timeout_s + total_bytes / CATCH_UP_RATE):
+                return await self._joiner.fetch(
+                    machine, total_bytes, least_round=facts.round + 1, manifest_within_s=spec.match_timeout_s
+                )
+        except TimeoutError:
+            raise NoDonor(f"the state came slower than {CATCH_UP_RATE >> 10} KiB/s") from None
+
+    async def _take_over(self, state: FetchedState, trained: bool) -> str:
+        """Adopts a state; goes back from one clearly worse (the inner moments are lost) and returns why, else ""."""
+        facts, worker = self._facts, self._worker
+        own = facts.loss if self._best_loss is None else self._best_loss
+        known = (own, state.held_out_loss) if trained else (state.held_out_loss, own)
+        reference = next((loss for loss in known if loss is not None), None)
         async with self._theta_lock:
-            adopted = await self._worker.adopt(state.round, state.step, memoryview(state.theta))
-            facts.round, facts.step, facts.loss = state.round, state.step, adopted.held_out_loss
-            facts.sketch = adopted.sketch
+            before = bytes(worker.theta())
+            adopted = await worker.adopt(state.round, state.step, memoryview(state.theta))
+            loss = adopted.held_out_loss
+            if loss is not None and worse_than(loss, reference):
+                await worker.adopt(facts.round, facts.step, memoryview(before))
+                facts.count("states_refused")
+                self._context.journal.write("refused", round=state.round, loss=loss, donors=" ".join(state.to_blame()))
+                return f"its held-out loss is {loss:.3f}" + (
+                    "" if reference is None else f", not about {reference:.3f}"
+                )
+            facts.round, facts.step, facts.loss, facts.sketch = state.round, state.step, loss, adopted.sketch
         facts.count("state_fetched")
         self._context.journal.write(
             "adopted", round=state.round, step=state.step, loss=facts.loss, donor_loss=state.held_out_loss
         )
+        return ""
 
     async def _take_snapshot(self) -> tuple[StateManifest, bytes]:
         async with self._theta_lock:  # never while the worker mixes
@@ -230,7 +278,7 @@ class Trainer:
         most = context.settings.max_rounds
         while not context.draining.is_set() and (most is None or facts.round < most):
             await self._round()
-            if budget_spent(context.view.records(), facts.tokens, context.spec.token_budget):
+            if budget_spent(context.view.tokens().values(), facts.tokens, context.spec.token_budget):
                 facts.enter("done", "the run's token budget is spent")
                 break
             await self._catch_up()
@@ -286,6 +334,10 @@ class Trainer:
                 facts.count("gossip_clipped")
             if finished.far_off and len(self._context.view.live()) >= MAJORITY:
                 self._context.view.score(ended.partner, FAR_OFF)
+        if (loss := finished.held_out_loss) is not None and not (
+            self._best_loss is not None and self._best_loss < loss
+        ):
+            self._best_loss = loss
         facts.count("rounds")
         facts.count("exchange_seconds", waited)
         facts.count("train_seconds", trained.seconds)
@@ -306,21 +358,32 @@ class Trainer:
             train_s=round(trained.seconds, 3),
             exchange_s=round(waited, 3),
         )
-        loss = "" if finished.held_out_loss is None else f", held-out loss {finished.held_out_loss:.3f}"
+        told = "" if loss is None else f", held-out loss {loss:.3f}"
         company = f"with {ended.partner[-6:]}" if ended.partner is not None else f"alone: {ended.reason}"
-        log.info("round %d done %s%s", trained.round, company, loss)
+        log.info("round %d done %s%s", trained.round, company, told)
 
     async def _catch_up(self) -> None:
         """Fetches when the swarm has left this node more than max_round_skew rounds behind."""
-        decision = self._decide(resumed=True)
-        if decision.kind != "fetch" or self._context.draining.is_set():
+        if self._context.draining.is_set() or self._clock.monotonic() < self._catch_up_from:
             return
+        decision = self._decide(resumed=True)
+        if decision.kind != "fetch":
+            return
+        turn = self._catch_ups_failed % len(decision.donors)  # who failed first last time is not first again
+        donors = decision.donors[turn:] + decision.donors[:turn]
         try:
-            await self._unless_draining(self._fetch(decision))
+            await self._fetch(replace(decision, donors=donors), trained=True)
+            self._catch_ups_failed = 0
         except NoDonor as error:
-            log.warning("stayed behind: %s", error)
+            self._stay_behind(error)
         except Drained:
             log.info("stopping: the fetch is left")
+
+    def _stay_behind(self, error: NoDonor) -> None:
+        self._catch_ups_failed += 1
+        delay = catch_up_delay(self._catch_ups_failed)
+        self._catch_up_from = self._clock.monotonic() + delay
+        log.warning("stayed behind, no new attempt for %.0f s: %s", delay, error)
 
     async def _save(self) -> None:
         facts = self._facts

@@ -21,6 +21,7 @@ LOOKOUT_S = 1.0  # while nobody is there to pair with
 PROMPT_S = 2.0  # a change of state is published at once, but not more often than this
 SPEC_RENEW_S = 3600.0
 RUNNING: frozenset[NodeState] = frozenset({"training", "seeking", "exchanging"})
+MAX_REMEMBERED = 16_384  # peers whose tokens count on after they left; past it, those with the fewest are forgotten
 JUMP_S = 2.0  # a wall clock that moves this far against the monotonic one has been set
 
 
@@ -41,6 +42,8 @@ class SwarmView:
         self.changed: Callable[[], None] = lambda: None
         self._membership = Membership(facts.peer_id, spec.gasloc)
         self._records: dict[PeerId, PeerRecord] = {}
+        self._seen_since: dict[PeerId, float] = {}  # monotonic; of those with a record, without a gap
+        self._tokens: dict[PeerId, int] = {}
         self._news = asyncio.Event()
         self._told = ""
         self._offset = clock.wall() - clock.monotonic()
@@ -53,6 +56,20 @@ class SwarmView:
     def record_of(self, peer: PeerId) -> PeerRecord | None:
         """The newest record of one peer."""
         return self._records.get(peer)
+
+    def believed(self) -> list[PeerRecord]:
+        """The records of those that are not left alone for their faults."""
+        now = self._clock.monotonic()
+        return [record for peer, record in self._records.items() if not self._membership.left_alone(peer, now)]
+
+    def seen_s(self) -> dict[PeerId, float]:
+        """For how many seconds each peer's record has been there without a gap."""
+        now = self._clock.monotonic()
+        return {peer: now - since for peer, since in self._seen_since.items()}
+
+    def tokens(self) -> dict[PeerId, int]:
+        """The most tokens that each other trainer ever told of in this node's life, gone ones among them."""
+        return dict(self._tokens)
 
     def live(self) -> tuple[PeerSeen, ...]:
         """Whom this node may pair with now."""
@@ -80,6 +97,9 @@ class SwarmView:
     async def refresh(self) -> None:
         """Reads all records once."""
         self._records = {record.peer_id: record for record in await self._discovery.peers()}
+        now = self._clock.monotonic()
+        self._seen_since = {peer: self._seen_since.get(peer, now) for peer in self._records}
+        self._remember_tokens()
         if self._membership.update(self.records(), self._clock.monotonic()):
             self.changed()
 
@@ -120,6 +140,14 @@ class SwarmView:
         while self.signed_spec is not None:
             stored = await self._discovery.publish_spec(self.signed_spec)
             await asyncio.sleep(SPEC_RENEW_S if stored else RENEW_S)
+
+    def _remember_tokens(self) -> None:
+        for peer, record in self._records.items():
+            if record.role == "trainer":
+                self._tokens[peer] = max(record.tokens, self._tokens.get(peer, 0))
+        if len(self._tokens) > MAX_REMEMBERED:
+            most = sorted(self._tokens, key=self._tokens.__getitem__, reverse=True)[:MAX_REMEMBERED]
+            self._tokens = {peer: self._tokens[peer] for peer in most}
 
     def _look_at_clock(self) -> None:
         offset = self._clock.wall() - self._clock.monotonic()

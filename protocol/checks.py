@@ -57,6 +57,11 @@ def whole(what: str, value: int, limit: int = limits.MAX_COUNT) -> int:
     return value
 
 
+def position(what: str, value: int) -> int:
+    """A round or a step."""
+    return whole(what, value, limits.MAX_POSITION)
+
+
 def finite(what: str, value: float) -> float:
     """Neither NaN nor infinite."""
     if not math.isfinite(value):

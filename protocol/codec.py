@@ -69,7 +69,7 @@ def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
             return Hold()
         case "accept":
             wish = checks.whole("largest chunk", envelope.accept.max_chunk_bytes, limits.CHUNK_BYTES)
-            return Accept(checks.whole("round", envelope.accept.round), wish)
+            return Accept(checks.position("round", envelope.accept.round), wish)
         case "decline":
             reason = checks.one_of("reason to decline", envelope.decline.reason, DeclineReason)
             detail = checks.text("detail", envelope.decline.detail, limits.MAX_TEXT_CHARS)
@@ -362,7 +362,7 @@ def _exchange_envelope(
 def _offer(offer: gossip_pb2.Offer) -> Offer:
     return Offer(
         checks.hex_text("exchange id", offer.exchange_id, limits.EXCHANGE_ID_CHARS, exact=True),
-        checks.whole("round", offer.round),
+        checks.position("round", offer.round),
         checks.hex_text("layout digest", offer.layout, limits.MAX_DIGEST_CHARS),
         cast(Encoding, checks.one_of("encoding", offer.encoding, Encoding)),
         checks.whole("offered bytes", offer.total_bytes, limits.MAX_PAYLOAD_BYTES),
@@ -379,8 +379,8 @@ def _manifest(manifest: state_pb2.StateManifest) -> StateManifest:
         raise MalformedMessage(f"{len(digests)} bytes of digests for {total} bytes in pieces of {piece_bytes}")
     return StateManifest(
         snapshot=checks.text("snapshot", manifest.snapshot, limits.MAX_SNAPSHOT_CHARS),
-        round=checks.whole("round", manifest.round),
-        step=checks.whole("step", manifest.step),
+        round=checks.position("round", manifest.round),
+        step=checks.position("step", manifest.step),
         layout=checks.hex_text("layout digest", manifest.layout, limits.MAX_DIGEST_CHARS),
         total_bytes=total,
         piece_bytes=piece_bytes,
@@ -420,8 +420,8 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         reason=checks.text("reason", record.reason, limits.MAX_TEXT_CHARS),
         init_digest=checks.hex_text("init digest", record.init_digest, limits.MAX_DIGEST_CHARS),
         layout_digest=checks.hex_text("layout digest", record.layout_digest, limits.MAX_DIGEST_CHARS),
-        round=checks.whole("round", record.round),
-        step=checks.whole("step", record.step),
+        round=checks.position("round", record.round),
+        step=checks.position("step", record.step),
         tokens=checks.whole("tokens", record.tokens),
         tokens_per_s=checks.finite("tokens per second", record.tokens_per_s),
         loss=_optional_finite("loss", record, "loss"),

@@ -19,6 +19,7 @@ FORGIVEN_AFTER_S = 2 * 3600.0  # quiet time after a ban that ends: the next one 
 FORGET_BELOW = 0.01  # points
 
 FAR_OFF = "far_off"
+WORSE_STATE = "worse_state"
 
 FAULT_WEIGHTS = {
     FAR_OFF: 10.0,  # parameters twice as far off as clip_radius allows: each exchange with it costs
@@ -28,6 +29,7 @@ FAULT_WEIGHTS = {
     "bad_exchange": 5.0,
     "bad_state": 5.0,
     "bad_manifest": 5.0,
+    WORSE_STATE: 10.0,  # handed over as the swarm's model: taking it on trust costs all that was trained
     "bad_piece": 10.0,  # the bytes it announced itself are not those it sent
 }
 OTHER_WEIGHT = 4.0
@@ -100,6 +102,11 @@ class Membership:
             for peer in sorted(self._records)
             if not self.reason_excluded(peer, now)
         )
+
+    def left_alone(self, peer: PeerId, now: float) -> bool:
+        """Whether its faults keep it out of sight: nothing of its record is to be believed meanwhile."""
+        standing = self._standings.get(peer)
+        return standing is not None and now < standing.banned_until
 
     def reason_excluded(self, peer: PeerId, now: float) -> str:
         """Why a peer is not in the live view, as a sentence without its subject; "" when it is in."""
