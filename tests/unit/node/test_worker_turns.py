@@ -67,7 +67,7 @@ def test_a_group_in_fragments_takes_its_mean_one_after_the_other(source: Path, t
         xs = [worker._method.parts[fragment]._y.clone() for worker in four]
         assert all(torch.equal(x, xs[0]) for x in xs)
         assert torch.equal(xs[0], group_mean(ys)[0]) if encoding == "fp32" else torch.allclose(
-            xs[0], ys.mean(0), atol=0.02
+            xs[0], ys.mean(0), atol=0.03
         )
         for worker in four if fragment == 0 else []:
             worker.settle(fragment)
@@ -77,7 +77,7 @@ def test_a_group_in_fragments_takes_its_mean_one_after_the_other(source: Path, t
         assert all(torch.equal(theta, thetas[0]) for theta in thetas)
         assert not torch.equal(four[0]._flat.flat, four[1]._flat.flat)  # the first fragment has trained on since
     else:
-        assert torch.allclose(thetas[0], thetas[1], atol=1e-2)
+        assert torch.allclose(thetas[0], thetas[1], atol=0.03)
 
 
 def test_a_group_with_a_liar_moves_a_node_only_so_far(source: Path, tmp_path: Path) -> None:
