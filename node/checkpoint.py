@@ -56,12 +56,16 @@ class Meta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """State at the end of a round: flat fp32 `theta` and `previous`, inner optimizer tensors by name."""
+    """State at the end of a round: flat fp32 `theta` and `previous`, inner optimizer tensors by name.
+
+    `params` only where they are not theta: in a run with fragments.
+    """
 
     meta: Meta
     theta: torch.Tensor
     previous: torch.Tensor
     optimizer: dict[str, torch.Tensor]
+    params: torch.Tensor | None = None
 
 
 class _Damaged(Exception):
@@ -146,7 +150,13 @@ def load(path: Path) -> Checkpoint:
             raise _Damaged(f"format {meta.format}, this version reads {FORMAT}")
         state = safetensors.torch.load_file(path / "theta.safetensors")
         optimizer = safetensors.torch.load_file(path / "optimizer.safetensors")
-        return Checkpoint(meta=meta, theta=state["theta"], previous=state["previous"], optimizer=optimizer)
+        return Checkpoint(
+            meta=meta,
+            theta=state["theta"],
+            previous=state["previous"],
+            optimizer=optimizer,
+            params=state.get("params"),
+        )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _Damaged(str(error)) from error
 
@@ -174,6 +184,8 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     remove(folder)
     folder.mkdir()
     state = {"theta": checkpoint.theta, "previous": checkpoint.previous}
+    if checkpoint.params is not None:
+        state["params"] = checkpoint.params
     safetensors.torch.save_file(state, folder / "theta.safetensors")
     safetensors.torch.save_file(checkpoint.optimizer, folder / "optimizer.safetensors")
     (folder / "meta.json").write_text(json.dumps(asdict(checkpoint.meta), indent=1))

@@ -40,7 +40,7 @@ from peerloom.protocol.messages import (
     PayloadEnd,
     Withdraw,
 )
-from peerloom.protocol.types import Encoding, PeerId, PeerRecord
+from peerloom.protocol.types import Encoding, PeerId, PeerRecord, Span
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +118,10 @@ class GossipDriver:
         """The machine, for its read-only properties."""
         return self._machine
 
-    async def exchange_round(self, round: int) -> effects.FinishRound:
-        """Stands at the exchange point of `round` until the machine ends the round."""
+    async def exchange_round(self, round: int, fragment: int = 0, leg: int = 0) -> effects.FinishRound:
+        """Stands at an exchange point of `round` until the machine ends the round, or this turn of it."""
         self._finished = asyncio.get_running_loop().create_future()
-        self.feed(events.ProposalReady(round))
+        self.feed(events.ProposalReady(round, fragment, leg))
         return await self._finished
 
     def feed(self, event: events.Event) -> None:
@@ -245,8 +245,17 @@ class GossipDriver:
     def _open(self, effect: effects.SendOffer) -> None:
         exchange = _Exchange(effect.exchange_id, effect.peer)
         self._exchanges[exchange.id] = exchange
-        total_bytes = len(self._worker.outbox())
-        offer = Offer(effect.exchange_id, effect.round, self._layout, self._encoding, total_bytes)
+        total_bytes = len(self._worker.outbox(effect.send))
+        offer = Offer(
+            effect.exchange_id,
+            effect.round,
+            self._layout,
+            self._encoding,
+            total_bytes,
+            fragment=effect.fragment,
+            leg=effect.leg,
+            weight=effect.weight,
+        )
         exchange.to_send.put_nowait(offer)
         self._spawn(exchange)
 
@@ -261,10 +270,12 @@ class GossipDriver:
     def _transfer(self, effect: effects.Transfer) -> None:
         if (exchange := self._exchanges.get(effect.exchange_id)) is None:
             return
-        exchange.incoming = IncomingPayload(self._worker.inbox(), self._encoding)
+        exchange.incoming = IncomingPayload(
+            self._worker.inbox(effect.receive), self._encoding, self._machine.piece_bytes(effect.receive)
+        )
         now = self._clock.monotonic()
         exchange.watch(effect.stall_s, now)
-        exchange.ends_at = now + effect.stall_s + len(self._worker.outbox()) / LEAST_RATE
+        exchange.ends_at = now + effect.stall_s + len(self._worker.outbox(effect.send)) / LEAST_RATE
         exchange.to_send.put_nowait(effect)
 
     async def _dial(self, exchange: _Exchange) -> None:
@@ -373,15 +384,15 @@ class GossipDriver:
         while True:
             item = await exchange.to_send.get()
             if isinstance(item, effects.Transfer):
-                await self._write_payload(exchange, exchange.stream)
+                await self._write_payload(exchange, exchange.stream, item.send)
                 continue
             await exchange.stream.send(item)
             if isinstance(item, (Decline, Ack, Withdraw)):
                 return
 
-    async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream) -> None:
+    async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream, pieces: Span) -> None:
         pace = Pace(stream.chunk_bytes)
-        for message in outgoing(self._worker.outbox(), pace):
+        for message in outgoing(self._worker.outbox(pieces), pace):
             if exchange.over:
                 return
             began = self._clock.monotonic()

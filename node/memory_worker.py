@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerDied, WorkerReady, WorkerSetup
-from peerloom.node.worker.mixer import Mixer
+from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.pace import another_step
-from peerloom.optim.encode import encode, encoded_bytes
-from peerloom.optim.gasloc import GASLoC
-from peerloom.optim.int8 import Dither
+from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
+from peerloom.protocol.types import Span
 
 NUMEL = 64
+ALIGNMENT = 4  # of fragments: the quadratic is small
 PULL = 0.05  # share of the way to the optimum that one step goes
 
 
@@ -79,20 +79,26 @@ class MemoryWorker:
         self._params = torch.randn(NUMEL, generator=seed)
         self._own_seed = int.from_bytes(hashlib.sha256(setup.peer_id.encode()).digest()[:4], "big") << 24
         self._noise = torch.Generator()
-        size = encoded_bytes(NUMEL, spec.encoding)
-        self._outbox = torch.zeros(size, dtype=torch.uint8)
-        self._inbox = torch.zeros(size, dtype=torch.uint8)
         init_digest = hashlib.sha256(self._params.numpy().tobytes()).hexdigest()
         self._theta = self._params.clone()
-        self._method = GASLoC(
+        self._pieces = Pieces(NUMEL, spec, ALIGNMENT)
+        self._method = FragmentedGASLoC(
             self._params,
+            spec.fragments,
             eta=spec.eta,
             alpha=spec.alpha,
             gamma=spec.gamma,
             momentum=spec.momentum,
             buffers=(self._theta, self._params.clone()),
+            alignment=ALIGNMENT,
         )
-        self._mixer = Mixer(self._method, spec, self._disk.distances)
+        size = sum(self._pieces.sizes)
+        self._outbox = torch.zeros(size, dtype=torch.uint8)
+        self._inbox = torch.zeros(size, dtype=torch.uint8)
+        self._exchanges = Exchanges(
+            self._method, setup.spec, setup.peer_id, self._pieces, self._params, self._inbox, self._outbox
+        )
+        self._exchanges.remember(self._disk.distances)
         resumed = self._resume()
         progress("model", 1.0)
         return WorkerReady(
@@ -106,6 +112,7 @@ class MemoryWorker:
             held_out_loss=self._loss(),
             resumed=resumed,
             sketch=self._sketch(),
+            piece_bytes=self._pieces.sizes,
         )
 
     def _resume(self) -> bool:
@@ -119,16 +126,19 @@ class MemoryWorker:
     def _loss(self) -> float:
         return float((self._params - self._optimum).square().mean())
 
-    async def train(self, round: int) -> RoundTrained:
-        """Takes the steps of a round, each `step_s` long; ends early when interrupted."""
+    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+        """Takes the steps up to the fragment's exchange, each `step_s` long; ends early when interrupted."""
         self._check()
         if round != self._round:
             raise ValueError(f"asked to train round {round} while round {self._round} is next")
+        if fragment != self._exchanges.fragment:
+            raise ValueError(f"asked to train fragment {fragment} while fragment {self._exchanges.fragment} is next")
         self._interrupted.clear()
-        self._method.start_round()
+        if fragment == 0:
+            self._method.start_round()
         loop, first = asyncio.get_running_loop(), self._disk.cursor
         started = loop.time()
-        while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
+        while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc, fragment):
             try:
                 async with asyncio.timeout(self._step_s):
                     await self._interrupted.wait()
@@ -159,30 +169,39 @@ class MemoryWorker:
         self._tokens += self._setup.spec.train.batch_size * self._setup.spec.data.sequence_length
 
     def _propose(self) -> None:
-        spec = self._setup.spec
-        dither = Dither(spec.seed, self._round, self._setup.peer_id)
-        encode(self._method.proposal(), spec.gasloc.encoding, self._outbox, dither)
+        self._exchanges.propose()
+        self._exchanges.send(self._round)
 
     async def interrupt(self) -> None:
         """Ends the local steps under way."""
         self._interrupted.set()
 
-    def outbox(self) -> memoryview:
+    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
         """The encoded proposal."""
-        return _bytes(self._outbox).toreadonly()
+        return _bytes(self._outbox[self._pieces.bytes_of(pieces)]).toreadonly()
 
-    def inbox(self) -> memoryview:
+    def inbox(self, pieces: Span = (0, 1)) -> memoryview:
         """Where a partner's proposal goes."""
-        return _bytes(self._inbox)
+        return _bytes(self._inbox[self._pieces.bytes_of(pieces)])
 
     def theta(self) -> memoryview:
         """The round's start point."""
         return _bytes(self._theta).toreadonly()
 
+    async def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
+        """Takes in pieces of the inbox."""
+        self._check()
+        return Taken(**self._exchanges.take(weight, pieces, replace)._asdict())
+
+    async def settle(self, fragment: int) -> Taken:
+        """Ends a fragment's exchanges."""
+        self._check()
+        return Taken(**self._exchanges.settle()._asdict())
+
     async def finish(self, mix: bool) -> RoundFinished:
         """Mixes if told to, and steps to the next round."""
         self._check()
-        mixed = self._mixer.mix(self._params, self._inbox, self._outbox) if mix else self._mixer.alone()
+        mixed = self._exchanges.finish(mix)
         self._round += 1
         due = self._round % self._setup.spec.train.eval_every_rounds == 0
         loss = self._loss() if due else None
@@ -196,15 +215,18 @@ class MemoryWorker:
         self._check()
         self._method.adopt(torch.frombuffer(bytearray(theta), dtype=torch.float32))
         self._round, self._step = round, step
+        self._exchanges.reset()
         return RoundFinished(round=round, held_out_loss=self._loss(), sketch=self._sketch())
 
     async def save(self) -> Path:
         """Keeps the state on the disk."""
         self._check()
         state, disk = self._method.state_dict(), self._disk
-        disk.method = {**state, "theta": state["theta"].clone(), "previous": state["previous"].clone()}
+        disk.method = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        }
         disk.round, disk.step, disk.tokens = self._round, self._step, self._tokens
-        disk.distances = tuple(self._mixer.state())
+        disk.distances = tuple(self._exchanges.distances())
         disk.saves += 1
         return Path(f"memory-{self._round}")
 

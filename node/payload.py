@@ -85,13 +85,24 @@ def scale_bytes(payload_bytes: int, encoding: Encoding) -> int:
     return 4 * -(-payload_bytes // (INT8_BLOCK + 4)) if encoding == "int8" else 0
 
 
-class IncomingPayload:
-    """Fills `into` from a peer's chunks; every method raises a ProtocolError for what the peer got wrong."""
+def scale_spans(pieces: tuple[int, ...], encoding: Encoding) -> Iterator[tuple[int, int]]:
+    """Where int8's scales lie in a payload of these pieces."""
+    start = 0
+    for size in pieces:
+        yield start, start + scale_bytes(size, encoding)
+        start += size
 
-    def __init__(self, into: memoryview, encoding: Encoding) -> None:
+
+class IncomingPayload:
+    """Fills `into` from a peer's chunks; every method raises a ProtocolError for what the peer got wrong.
+
+    `pieces` are the lengths of the parts that are encoded each by itself; (): one.
+    """
+
+    def __init__(self, into: memoryview, encoding: Encoding, pieces: tuple[int, ...] = ()) -> None:
         self._into = into
         self._encoding = encoding
-        self._scales = scale_bytes(len(into), encoding)
+        self._scales = list(scale_spans(pieces or (len(into),), encoding))
         self._received = 0
         self._digest = blake3()
         self.complete = False
@@ -112,11 +123,13 @@ class IncomingPayload:
         self._received += size
 
     def _check(self, chunk: Chunk) -> None:
-        data = memoryview(chunk.data)
+        data, at = memoryview(chunk.data), chunk.offset
+        parts = [data]
         if self._encoding == "int8":
-            data = data[: max(0, self._scales - chunk.offset)]
+            parts = [data[max(0, start - at) : max(0, stop - at)] for start, stop in self._scales]
         try:
-            check_numbers(data, self._encoding)
+            for part in parts:
+                check_numbers(part, self._encoding)
         except BadPayload as error:
             raise BadPayload(f"{error} in the {len(chunk.data)} bytes at byte {chunk.offset}") from None
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec
+from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec, Span
 
 
 class Clock(Protocol):
@@ -161,11 +161,12 @@ class WorkerReady:
     resumed: bool
     note: str = ""
     sketch: tuple[float, ...] = ()
+    piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTrained:
-    """The local steps of a round are done: y is encoded in the outbox.
+    """The local steps of a round, or those up to a fragment's exchange, are done: y is encoded in the outbox.
 
     `step` and `tokens` are cumulative; the round drew batches `first_batch` to `first_batch + batches - 1`.
     """
@@ -194,6 +195,14 @@ class RoundFinished:
     sketch: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How an exchange of several was taken in; as in RoundFinished."""
+
+    share: float = 1.0
+    far_off: bool = False
+
+
 class WorkerDied(Exception):
     """The worker process ended or stopped answering; the message says how (exit code, signal, last stderr line)."""
 
@@ -208,24 +217,39 @@ class WorkerPort(Protocol):
         """
         ...
 
-    async def train(self, round: int) -> RoundTrained:
-        """Runs the local steps of `round` from theta, and prepares the proposal."""
+    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+        """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal."""
         ...
 
     async def interrupt(self) -> None:
         """Ends the local steps under way after the current one; train() returns with fewer steps."""
         ...
 
-    def outbox(self) -> memoryview:
-        """The encoded proposal, read-only, valid from train()'s return to finish()."""
+    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """These pieces of the encoded proposal, read-only, valid from train()'s return to take() or finish()."""
         ...
 
-    def inbox(self) -> memoryview:
-        """Where a partner's encoded proposal goes, same length."""
+    def inbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """Where these pieces of a partner's encoded proposal go, same length."""
+        ...
+
+    async def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
+        """Takes in these pieces of the inbox, over an edge of that weight; more may follow.
+
+        In a group they are averaged with the node's own, or `replace` them, and the outbox then holds the outcome, to
+        be sent on.
+        """
+        ...
+
+    async def settle(self, fragment: int) -> Taken:
+        """Ends the fragment's exchanges, all but the round's last one's: it goes on from what was taken."""
         ...
 
     async def finish(self, mix: bool) -> RoundFinished:
-        """Ends the round, mixing with the inbox if `mix`; evaluates when due."""
+        """Ends the round, mixing the last fragment with the inbox if `mix`; evaluates when due.
+
+        Fragments whose turn has not come are proposed to nobody.
+        """
         ...
 
     def theta(self) -> memoryview:

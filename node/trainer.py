@@ -17,16 +17,19 @@ from peerloom.node.seams import (
     ExchangeStream,
     RoundFinished,
     RoundTrained,
+    Taken,
     WorkerPort,
     WorkerReady,
     WorkerSetup,
 )
+from peerloom.node.turns import Meeting, Turns
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LinkError, NoDonor, StorageError
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.lifecycle import StartDecision, budget_spent, catch_up_delay, choose_start, worse_than
 from peerloom.protocol.membership import FAR_OFF, WORSE_STATE
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
+from peerloom.protocol.plan import is_plain
 from peerloom.protocol.transfer import FetchMachine
 from peerloom.protocol.types import PeerId
 
@@ -148,7 +151,12 @@ class Trainer:
     def _new_driver(self, ready: WorkerReady) -> GossipDriver:
         context, spec = self._context, self._context.spec.gasloc
         machine = GossipMachine(
-            self._facts.peer_id, spec, context.spec.seed, context.rng, ready.layout_digest, ready.payload_bytes
+            self._facts.peer_id,
+            spec,
+            context.spec.seed,
+            context.rng,
+            ready.layout_digest,
+            ready.piece_bytes or ready.payload_bytes,
         )
         return GossipDriver(
             machine,
@@ -290,27 +298,51 @@ class Trainer:
         assert self._driver is not None  # ours: set before the rounds
         self._driver.feed(events.RoundStarted(facts.round))
         tokens_before = facts.tokens
-        trained = await self._worker.train(facts.round)
-        self._context.phases.mark("first round")
-        waited_from = self._clock.monotonic()
-        ended = await self._exchange(facts.round)
-        waited = self._clock.monotonic() - waited_from
+        plain = is_plain(self._context.spec.gasloc)
+        if plain:
+            trained = await self._worker.train(facts.round)
+            self._context.phases.mark("first round")
+            waited_from = self._clock.monotonic()
+            ended = await self._exchange(facts.round)
+            waited = self._clock.monotonic() - waited_from
+            meetings: list[Meeting] = []
+        else:
+            trained, meetings, waited = await self._turns().run(facts.round)
+            ended = next((met.end for met in meetings if met.end.partner is not None), meetings[-1].end)
         async with self._theta_lock:
-            finished = await self._worker.finish(mix=ended.partner is not None)
+            finished = await self._worker.finish(mix=plain and ended.partner is not None)
             facts.trained(trained)
             seconds = max(self._clock.monotonic() - began, 1e-9)
             facts.finished(finished, (trained.tokens - tokens_before) / seconds)
         self.rounds += 1
-        self._note_round(trained, ended, finished, waited)
+        if plain:
+            meetings = [Meeting(ended, Taken(share=finished.share, far_off=finished.far_off))]
+        self._note_round(trained, ended, finished, waited, meetings)
         if self._clock.monotonic() - self._saved_at >= self._context.settings.checkpoint_every_s:
             await self._save()
 
-    async def _exchange(self, round: int) -> effects.FinishRound:
+    def _turns(self) -> Turns:
+        """A round of several exchanges; the last fragment's are settled by finish()."""
+        assert self._driver is not None  # ours: set before the rounds
+        context = self._context
+        return Turns(
+            self._worker,
+            self._driver.machine,
+            self._exchange,
+            context.spec.gasloc.fragments,
+            draining=context.draining.is_set,
+            trained=lambda: self._facts.enter("training"),
+            lock=self._theta_lock,
+            clock=self._clock,
+            mark=context.phases.mark,
+        )
+
+    async def _exchange(self, round: int, fragment: int = 0, leg: int = 0) -> effects.FinishRound:
         assert self._driver is not None  # ours: set before the rounds
         draining = self._context.draining
         if draining.is_set():
             return effects.FinishRound(round, None, round, "stopping")
-        ending = asyncio.ensure_future(self._driver.exchange_round(round))
+        ending = asyncio.ensure_future(self._driver.exchange_round(round, fragment, leg))
         stopping = asyncio.ensure_future(draining.wait())
         try:
             await asyncio.wait((ending, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -325,18 +357,24 @@ class Trainer:
             await asyncio.gather(ending, stopping, return_exceptions=True)
 
     def _note_round(
-        self, trained: RoundTrained, ended: effects.FinishRound, finished: RoundFinished, waited: float
+        self,
+        trained: RoundTrained,
+        ended: effects.FinishRound,
+        finished: RoundFinished,
+        waited: float,
+        meetings: list[Meeting],
     ) -> None:
         facts = self._facts
-        if ended.partner is not None:
-            facts.partners[ended.partner] += 1
-            if finished.share < 1:
+        for end, taken in meetings:
+            if end.partner is None:
+                continue
+            facts.partners[end.partner] += 1
+            if taken.share < 1:
                 facts.count("gossip_clipped")
-            if finished.far_off and len(self._context.view.live()) >= MAJORITY:
-                self._context.view.score(ended.partner, FAR_OFF)
-        if (loss := finished.held_out_loss) is not None and not (
-            self._best_loss is not None and self._best_loss < loss
-        ):
+            if taken.far_off and len(self._context.view.live()) >= MAJORITY:
+                self._context.view.score(end.partner, FAR_OFF)
+        loss = finished.held_out_loss
+        if loss is not None and not (self._best_loss is not None and self._best_loss < loss):
             self._best_loss = loss
         facts.count("rounds")
         facts.count("exchange_seconds", waited)
@@ -354,9 +392,10 @@ class Trainer:
             partner=ended.partner,
             partner_round=ended.partner_round,
             alone_because=ended.reason,
-            share=finished.share,
+            share=min([finished.share, *(met.taken.share for met in meetings)]),
             train_s=round(trained.seconds, 3),
             exchange_s=round(waited, 3),
+            **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
         )
         told = "" if loss is None else f", held-out loss {loss:.3f}"
         company = f"with {ended.partner[-6:]}" if ended.partner is not None else f"alone: {ended.reason}"

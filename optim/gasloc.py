@@ -9,7 +9,12 @@ For worker i with neighbours j, per element, in fp32, each operation rounded onc
     "pre"  (the paper's equation):  theta' = mix + gamma * (y - previous),    previous' = y
     "post" (DiLoCo on an exact average): theta' = mix + gamma * (mix - previous),  previous' = mix
 
-and previous starts as theta_0. No multiply is fused with an add, so that CPUs and GPUs agree bit for bit.
+and previous starts as theta_0. Groups that take their mean pairwise, one pair after the other (`average`), have
+
+    x   = (x_i + x_j) / 2, or x_j, for parts of x and each partner in turn, from x = y
+    mix = y - alpha * (y - x)                            (x itself where alpha is 1)
+
+in place of s and mix. No multiply is fused with an add, so that CPUs and GPUs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -68,6 +73,9 @@ class GASLoC:
         self.theta, self.previous = (tensor.detach() for tensor in buffers)
         for name, tensor in (("theta", self.theta), ("previous", self.previous)):
             _check_buffer(name, tensor, self._y)
+        self._term: Tensor | None = None  # s, of the neighbours taken one by one
+        self._before: Tensor | None = None  # y, once x stands in its place
+        self._own: Tensor | None = None  # y as the others decode it, if not as it is
         self._phase: _Phase = "between rounds"
         self.theta.copy_(self._y)
         self.previous.copy_(self._y)
@@ -94,8 +102,62 @@ class GASLoC:
         self._phase = "at the exchange"
         return self._y
 
-    def mix(self, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None = None) -> None:
-        """Ends the round: params and theta become the next theta.
+    def take(self, weight: float, y_j: Tensor, own: Tensor | None = None) -> None:
+        """Adds a neighbour's term to those of `mix`: for several that come one after the other. Costs one model copy.
+
+        Nothing of y_j is kept; `own` as in `mix`.
+        """
+        self._expect("at the exchange", "take")
+        self._check_neighbor(weight, y_j, own)
+        if self._before is not None:
+            raise RuntimeError("take() adds to terms of y, which average() has changed")
+        fresh = self._term is None
+        if self._term is None:
+            self._term = torch.empty_like(self._y)
+        for chunk in _chunks(self._y):
+            part = self._part(chunk, weight, y_j, own)
+            self._term[chunk] = part if fresh else self._term[chunk].add_(part)
+
+    def average(
+        self, x_j: Tensor, part: slice = slice(None), *, replace: bool = False, own: Tensor | None = None
+    ) -> Tensor:
+        """Averages a part of x with a group member's, or replaces it by theirs; x starts as y. Costs one model copy.
+
+        log2(g) averages of the whole in turn, or as many over halves of halves and then the replacements that bring the
+        other halves back, give a group of g its exact mean, the same bits at all. Returns x, to be sent on. `own` is
+        the proposal as the others decode it where the encoding loses bits (one copy more): x then starts as `own`, and
+        the caller writes back what the others decode of each average; y keeps what the encoding drops.
+        """
+        self._expect("at the exchange", "average")
+        if self._term is not None:
+            raise RuntimeError("average() changes y, to whose terms take() has added")
+        if self._before is None:
+            self._before = self._y.clone()
+            if own is not None:
+                _check_flat("own", own, self.numel)
+                self._own = _fp32(own, self._y).clone()
+                self._y.copy_(self._own)
+        _check_flat("a member's part", x_j, self._y[part].numel())
+        mine = self._y[part]
+        for chunk in _chunks(mine):
+            x, other = mine[chunk], _fp32(x_j[chunk], mine)
+            if replace:
+                x.copy_(other)
+            else:
+                x.add_(other).mul_(0.5)
+        return self._y
+
+    @property
+    def averaged(self) -> tuple[Tensor, Tensor] | None:
+        """(y as the others know it, x) once `average` was called in this round."""
+        if self._before is None:
+            return None
+        return self._before if self._own is None else self._own, self._y
+
+    def mix(
+        self, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None = None, share: float = 1.0
+    ) -> None:
+        """Ends the round: params and theta become the next theta; after `average`, y moves only `share` of the way.
 
         `neighbors` are (lambda_ij, y_j) of this round, y_j flat, of any float dtype and device; none when the edge was
         dropped, which must then hold at its other end too. `own` is the proposal as the peers decoded it where the
@@ -104,12 +166,16 @@ class GASLoC:
         """
         self._expect("at the exchange", "mix")
         for weight, y_j in neighbors:
-            if not (weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"a neighbour's weight is {weight}; it must be positive and finite")
-            _check_flat("a neighbour's proposal", y_j, self.numel)
-        if own is not None:
-            _check_flat("own", own, self.numel)
-        self._end_round(lambda chunk: self._draw_to_neighbors(chunk, neighbors, own))
+            self._check_neighbor(weight, y_j, own)
+        if self._before is None:
+            return self._end_round(lambda chunk: self._draw_to_neighbors(chunk, neighbors, own))
+        if neighbors:
+            raise RuntimeError("mix() takes no neighbours after average()")
+        x, seen = self._before, self._own
+        for chunk in _chunks(self._y):  # y and x back in their places
+            held = self._y[chunk].clone()
+            self._y[chunk], x[chunk] = x[chunk], held
+        self._end_round(lambda chunk: self._draw_to_mean(chunk, x, seen, share))
 
     def mix_mean(self, mean: Tensor, own: Tensor | None = None) -> None:
         """Ends the round with the mean over a group that this worker is in: mix = y - alpha (y - mean).
@@ -161,32 +227,46 @@ class GASLoC:
             y.add_(push)
             self.theta[chunk].copy_(y)
         self._scatter()
-        self._phase = "between rounds"
+        self._drop_round()
 
     def _draw_to_neighbors(self, chunk: slice, neighbors: Sequence[tuple[float, Tensor]], own: Tensor | None) -> None:
         y = self._y[chunk]
-        seen = y if own is None else _fp32(own[chunk], y)
-        term: Tensor | None = None
+        term = None if self._term is None else self._term[chunk]
         for weight, y_j in neighbors:
-            part = (seen - _fp32(y_j[chunk], y)).mul_(weight / 2)
+            part = self._part(chunk, weight, y_j, own)
             term = part if term is None else term.add_(part)
         if term is not None:
             y.sub_(term.mul_(self.alpha))
 
-    def _draw_to_mean(self, chunk: slice, mean: Tensor, own: Tensor | None) -> None:
+    def _draw_to_mean(self, chunk: slice, mean: Tensor, own: Tensor | None, share: float = 1.0) -> None:
         y = self._y[chunk]
         target = _fp32(mean[chunk], y)
-        if own is None and self.alpha == 1:
+        if own is None and self.alpha * share == 1:
             y.copy_(target)
         else:
-            y.sub_(((y if own is None else _fp32(own[chunk], y)) - target).mul_(self.alpha))
+            y.sub_(((y if own is None else _fp32(own[chunk], y)) - target).mul_(self.alpha * share))
+
+    def _part(self, chunk: slice, weight: float, y_j: Tensor, own: Tensor | None) -> Tensor:
+        seen = self._y[chunk] if own is None else _fp32(own[chunk], self._y)
+        return (seen - _fp32(y_j[chunk], self._y)).mul_(weight / 2)
+
+    def _check_neighbor(self, weight: float, y_j: Tensor, own: Tensor | None) -> None:
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"a neighbour's weight is {weight}; it must be positive and finite")
+        _check_flat("a neighbour's proposal", y_j, self.numel)
+        if own is not None:
+            _check_flat("own", own, self.numel)
+
+    def _drop_round(self) -> None:
+        self._term = self._before = self._own = None
+        self._phase = "between rounds"
 
     def _restore(self, theta: Tensor, previous: Tensor) -> None:
         self.previous.copy_(previous)
         self.theta.copy_(theta)
         self._y.copy_(self.theta)
         self._scatter()
-        self._phase = "between rounds"
+        self._drop_round()
 
     def _expect(self, phase: _Phase, call: str) -> None:
         if self._phase != phase:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpeerloom/proto/gossip.proto\x12\x0bpeerloom.v1\"\x9e\x03\n\x10\x45xchangeEnvelope\x12#\n\x05offer\x18\x01 \x01(\x0b\x32\x12.peerloom.v1.OfferH\x00\x12!\n\x04hold\x18\x02 \x01(\x0b\x32\x11.peerloom.v1.HoldH\x00\x12%\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x0b\x32\x13.peerloom.v1.AcceptH\x00\x12\'\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x14.peerloom.v1.DeclineH\x00\x12#\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x12.peerloom.v1.ChunkH\x00\x12.\n\x0bpayload_end\x18\x06 \x01(\x0b\x32\x17.peerloom.v1.PayloadEndH\x00\x12%\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x13.peerloom.v1.CommitH\x00\x12\x1f\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x10.peerloom.v1.AckH\x00\x12)\n\x08withdraw\x18\t \x01(\x0b\x32\x15.peerloom.v1.WithdrawH\x00\x12\x1f\n\x03\x65nd\x18\x0f \x01(\x0b\x32\x10.peerloom.v1.EndH\x00\x42\t\n\x07message\"{\n\x05Offer\x12\x13\n\x0b\x65xchange_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x06 \x01(\x03\"\x06\n\x04Hold\"0\n\x06\x41\x63\x63\x65pt\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x02 \x01(\x03\")\n\x07\x44\x65\x63line\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"%\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1c\n\nPayloadEnd\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x08\n\x06\x43ommit\"\x05\n\x03\x41\x63k\"\x1a\n\x08Withdraw\x12\x0e\n\x06reason\x18\x01 \x01(\t\"$\n\x03\x45nd\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t2V\n\x06Gossip\x12L\n\x08\x45xchange\x12\x1d.peerloom.v1.ExchangeEnvelope\x1a\x1d.peerloom.v1.ExchangeEnvelope(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpeerloom/proto/gossip.proto\x12\x0bpeerloom.v1\"\x9e\x03\n\x10\x45xchangeEnvelope\x12#\n\x05offer\x18\x01 \x01(\x0b\x32\x12.peerloom.v1.OfferH\x00\x12!\n\x04hold\x18\x02 \x01(\x0b\x32\x11.peerloom.v1.HoldH\x00\x12%\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x0b\x32\x13.peerloom.v1.AcceptH\x00\x12\'\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x14.peerloom.v1.DeclineH\x00\x12#\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x12.peerloom.v1.ChunkH\x00\x12.\n\x0bpayload_end\x18\x06 \x01(\x0b\x32\x17.peerloom.v1.PayloadEndH\x00\x12%\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x13.peerloom.v1.CommitH\x00\x12\x1f\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x10.peerloom.v1.AckH\x00\x12)\n\x08withdraw\x18\t \x01(\x0b\x32\x15.peerloom.v1.WithdrawH\x00\x12\x1f\n\x03\x65nd\x18\x0f \x01(\x0b\x32\x10.peerloom.v1.EndH\x00\x42\t\n\x07message\"\xba\x01\n\x05Offer\x12\x13\n\x0b\x65xchange_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x66ragment\x18\x07 \x01(\x03\x12\x0b\n\x03leg\x18\x08 \x01(\x03\x12\x13\n\x06weight\x18\t \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"\x06\n\x04Hold\"0\n\x06\x41\x63\x63\x65pt\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x02 \x01(\x03\")\n\x07\x44\x65\x63line\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"%\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1c\n\nPayloadEnd\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x08\n\x06\x43ommit\"\x05\n\x03\x41\x63k\"\x1a\n\x08Withdraw\x12\x0e\n\x06reason\x18\x01 \x01(\t\"$\n\x03\x45nd\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t2V\n\x06Gossip\x12L\n\x08\x45xchange\x12\x1d.peerloom.v1.ExchangeEnvelope\x1a\x1d.peerloom.v1.ExchangeEnvelope(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXCHANGEENVELOPE']._serialized_start=45
   _globals['_EXCHANGEENVELOPE']._serialized_end=459
-  _globals['_OFFER']._serialized_start=461
-  _globals['_OFFER']._serialized_end=584
-  _globals['_HOLD']._serialized_start=586
-  _globals['_HOLD']._serialized_end=592
-  _globals['_ACCEPT']._serialized_start=594
-  _globals['_ACCEPT']._serialized_end=642
-  _globals['_DECLINE']._serialized_start=644
-  _globals['_DECLINE']._serialized_end=685
-  _globals['_CHUNK']._serialized_start=687
-  _globals['_CHUNK']._serialized_end=724
-  _globals['_PAYLOADEND']._serialized_start=726
-  _globals['_PAYLOADEND']._serialized_end=754
-  _globals['_COMMIT']._serialized_start=756
-  _globals['_COMMIT']._serialized_end=764
-  _globals['_ACK']._serialized_start=766
-  _globals['_ACK']._serialized_end=771
-  _globals['_WITHDRAW']._serialized_start=773
-  _globals['_WITHDRAW']._serialized_end=799
-  _globals['_END']._serialized_start=801
-  _globals['_END']._serialized_end=837
-  _globals['_GOSSIP']._serialized_start=839
-  _globals['_GOSSIP']._serialized_end=925
+  _globals['_OFFER']._serialized_start=462
+  _globals['_OFFER']._serialized_end=648
+  _globals['_HOLD']._serialized_start=650
+  _globals['_HOLD']._serialized_end=656
+  _globals['_ACCEPT']._serialized_start=658
+  _globals['_ACCEPT']._serialized_end=706
+  _globals['_DECLINE']._serialized_start=708
+  _globals['_DECLINE']._serialized_end=749
+  _globals['_CHUNK']._serialized_start=751
+  _globals['_CHUNK']._serialized_end=788
+  _globals['_PAYLOADEND']._serialized_start=790
+  _globals['_PAYLOADEND']._serialized_end=818
+  _globals['_COMMIT']._serialized_start=820
+  _globals['_COMMIT']._serialized_end=828
+  _globals['_ACK']._serialized_start=830
+  _globals['_ACK']._serialized_end=835
+  _globals['_WITHDRAW']._serialized_start=837
+  _globals['_WITHDRAW']._serialized_end=863
+  _globals['_END']._serialized_start=865
+  _globals['_END']._serialized_end=901
+  _globals['_GOSSIP']._serialized_start=903
+  _globals['_GOSSIP']._serialized_end=989
 # @@protoc_insertion_point(module_scope)

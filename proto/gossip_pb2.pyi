@@ -29,20 +29,26 @@ class ExchangeEnvelope(_message.Message):
     def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., payload_end: _Optional[_Union[PayloadEnd, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("exchange_id", "round", "layout", "encoding", "total_bytes", "max_chunk_bytes")
+    __slots__ = ("exchange_id", "round", "layout", "encoding", "total_bytes", "max_chunk_bytes", "fragment", "leg", "weight")
     EXCHANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     exchange_id: str
     round: int
     layout: str
     encoding: str
     total_bytes: int
     max_chunk_bytes: int
-    def __init__(self, exchange_id: _Optional[str] = ..., round: _Optional[int] = ..., layout: _Optional[str] = ..., encoding: _Optional[str] = ..., total_bytes: _Optional[int] = ..., max_chunk_bytes: _Optional[int] = ...) -> None: ...
+    fragment: int
+    leg: int
+    weight: float
+    def __init__(self, exchange_id: _Optional[str] = ..., round: _Optional[int] = ..., layout: _Optional[str] = ..., encoding: _Optional[str] = ..., total_bytes: _Optional[int] = ..., max_chunk_bytes: _Optional[int] = ..., fragment: _Optional[int] = ..., leg: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Hold(_message.Message):
     __slots__ = ()

@@ -339,6 +339,9 @@ def _exchange_envelope(
                 encoding=message.encoding,
                 total_bytes=message.total_bytes,
                 max_chunk_bytes=message.max_chunk_bytes,
+                fragment=message.fragment,
+                leg=message.leg,
+                weight=message.weight,
             )
             return envelope(offer=offer)
         case Hold():
@@ -367,6 +370,9 @@ def _offer(offer: gossip_pb2.Offer) -> Offer:
         cast(Encoding, checks.one_of("encoding", offer.encoding, Encoding)),
         checks.whole("offered bytes", offer.total_bytes, limits.MAX_PAYLOAD_BYTES),
         checks.whole("largest chunk", offer.max_chunk_bytes, limits.CHUNK_BYTES),
+        checks.whole("fragment", offer.fragment, limits.MAX_FRAGMENTS),
+        checks.whole("leg", offer.leg, limits.MAX_LEGS),
+        checks.finite("weight", offer.weight) if offer.HasField("weight") else 1.0,
     )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerloom.protocol.messages import DeclineReason, ExchangeId
-from peerloom.protocol.types import PeerId
+from peerloom.protocol.types import PeerId, Span
 
 
 @dataclass(frozen=True, slots=True)
 class SendOffer:
-    """Open an exchange stream to `peer` and offer our proposal of `round`."""
+    """Open an exchange stream to `peer` and offer these pieces of our proposal of `round`, for one leg."""
 
     exchange_id: ExchangeId
     peer: PeerId
     round: int
+    fragment: int = 0
+    leg: int = 0
+    weight: float = 1.0
+    send: Span = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,12 @@ class SendDecline:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Move both payloads at once; break the exchange when no byte moves for `stall_s` seconds."""
+    """Move pieces of both payloads at once; break the exchange when no byte moves for `stall_s` seconds."""
 
     exchange_id: ExchangeId
     stall_s: float
+    send: Span = (0, 1)
+    receive: Span = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +79,19 @@ class SendWithdraw:
 
 @dataclass(frozen=True, slots=True)
 class FinishRound:
-    """End `round`: mix with the peer's payload if an edge was committed, else with the edge dropped.
+    """End `round`, or one turn of it: mix with the peer's payload if an edge was committed, else with the edge dropped.
 
-    `reason` says why there was no partner ("" with one).
+    `reason` says why there was no partner ("" with one); `weight` is the edge's lambda. `receive` are the pieces that
+    came, and `replace` says that they are a group's mean already.
     """
 
     round: int
     partner: PeerId | None
     partner_round: int
     reason: str
+    weight: float = 1.0
+    receive: Span = (0, 1)
+    replace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

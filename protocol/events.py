@@ -32,9 +32,11 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProposalReady:
-    """The worker stands at the exchange point of `round`: y is in memory, encoded."""
+    """The worker stands at an exchange point of `round`: the fragment's y is in memory, encoded."""
 
     round: int
+    fragment: int = 0
+    leg: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,18 @@ A partner met again and again is left aside for a while when others may come: se
 
 Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
 
+Turns. Where the spec has legs or fragments, a round is several exchanges, each decided as a round is: the offer names
+fragment, leg and weight, FinishRound ends one turn, and a leg waits for those whom an earlier leg may have kept. Both
+ends offer, so that each learns at once when the other is past the leg, or has settled on other matchings.
+
 Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0.25 M for an answer, and once engaged
 nobody waits longer than 0.25 M for a byte, the commit or the ack: so M for a partner that is not there, and the time in
 which bytes move, at LEAST_RATE or faster, for one that is.
 
-Counters: gossip_committed, gossip_alone (rounds); gossip_stale_round (committed with a partner in another round);
-gossip_broken (also an accept that crossed its offer's withdrawal), gossip_in_doubt (exchanges); gossip_offer_lost,
-gossip_unanswered, gossip_declined_<reason> (our offers); gossip_refused_<reason> (peers' offers); gossip_late_event.
+Counters: gossip_committed, gossip_alone, gossip_idle (turns; idle: the topology has nobody for this node);
+gossip_stale_round (committed with a partner in another round); gossip_broken (also an accept that crossed its offer's
+withdrawal), gossip_in_doubt (exchanges); gossip_offer_lost, gossip_unanswered, gossip_declined_<reason> (our offers);
+gossip_refused_<reason> (peers' offers); gossip_late_event.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from __future__ import annotations
 from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
 from peerloom.protocol.gossip_moves import SEEK_SHARE, Moves
-from peerloom.protocol.gossip_parts import FANOUT, Engaged, Parked, Sent, misfit
+from peerloom.protocol.gossip_parts import FANOUT, Engaged, Parked, Sent, misfit, place_of
 from peerloom.protocol.messages import DeclineReason, Offer
+from peerloom.protocol.pairing import Place
+from peerloom.protocol.plan import in_sequence
 from peerloom.protocol.types import PeerId
 
 RETRY_SHARE = 0.02  # of match_timeout_s: first pause after every candidate declined; doubles three times
@@ -80,18 +87,27 @@ class GossipMachine(Moves):
     def _on_round(self, event: ev.RoundStarted) -> None:
         if self._state != "training":
             self._invalid("the round before has not been finished")
-        self._round, self._open, self._began = event.round, True, self._now
+        self._place, self._open, self._began = Place(event.round), True, self._now
 
     def _on_proposal(self, event: ev.ProposalReady) -> None:
-        if self._state != "training" or not self._open or event.round != self._round:
-            self._invalid(f"round {self._round} is {'open' if self._open else 'not open'}")
+        place = Place(event.round, event.fragment, event.leg)
+        if self._state != "training" or not self._open or place != self._place:
+            self._invalid(f"round {self.round} is {'open' if self._open else 'not open'}, next is {self._place}")
+        self._pairing.begin(event.round)
         if self._draining:
             return self._finish_alone("this node is stopping")
         self._state = "seeking"
         self._avoid_stale()
+        if event.leg == 0:
+            self._reached = self._now
         self._advance()
-        if self._open:
-            self._out.set_timer("seek", self._now + SEEK_SHARE * self._spec.match_timeout_s)
+        if self._place == place and self._open:
+            self._out.set_timer("seek", self._seek_until())
+
+    def _seek_until(self) -> float:
+        """A leg waits for those whom an earlier leg of this fragment has kept waiting."""
+        share = SEEK_SHARE * self._spec.match_timeout_s
+        return max(self._now + share, self._reached + share * (self._place.leg + 1))
 
     def _on_drain(self) -> None:
         self._draining = True
@@ -107,7 +123,7 @@ class GossipMachine(Moves):
         if self._state == "seeking":
             if self._stale is not None and not self._pairing.view.keys() - {self._stale}:
                 self._forgive_stale()
-            targets = self._pairing.targets(self._round)
+            targets = self._pairing.targets(self._place)
             for sent in [s for s in self._book.sent.values() if s.peer not in targets]:
                 self._withdraw(sent, "no longer a candidate")
             self._advance()
@@ -119,17 +135,18 @@ class GossipMachine(Moves):
         if self._book.active is not None:
             return
         if (parked := self._take_parked()) is not None:
-            return self._accept(parked.exchange_id, parked.peer, parked.round)
+            return self._accept(parked.exchange_id, parked.peer, parked.offer.round)
         room = len(self._book.sent) < FANOUT
         taken = self._book.asked() | self._busy | self._excluded | {self._stale}
-        if room and (fresh := [peer for peer in self._pairing.targets(self._round) if peer not in taken]):
+        if room and (fresh := [peer for peer in self._pairing.targets(self._place) if peer not in taken]):
             return self._offer(self._rng.choice(fresh))
         if room and self._busy:
             if "retry" not in self._out.timers:
                 pause = RETRY_SHARE * self._spec.match_timeout_s * 2 ** min(self._retries, 3)
                 self._out.set_timer("retry", self._now + pause * (0.5 + self._rng.random()))
-        elif not self._book.sent and self._stale is None and not self._pairing.awaits(self._round, self._excluded):
-            self._finish_alone(self._pairing.why_alone(self._round))
+        elif not self._book.sent and self._stale is None and not self._pairing.awaits(self._place, self._excluded):
+            idle = self._pairing.idles(self._place)
+            self._finish_alone(self._pairing.why_alone(self._place), "gossip_idle" if idle else "gossip_alone")
 
     # --- peers' offers
 
@@ -138,13 +155,14 @@ class GossipMachine(Moves):
             # no decline: it would end the stream that has the id
             self._out.add(do.ScorePeer(peer, "duplicate_exchange"))
             return self._out.count("gossip_refused_duplicate")
-        mismatch = misfit(offer, self._layout, self._spec.encoding, self._payload_bytes)
+        total_bytes = None if in_sequence(self._spec) else self._expected_bytes(place_of(offer))
+        mismatch = misfit(offer, self._layout, self._spec.encoding, self._spec.fragments, total_bytes)
         if mismatch and not self._draining:
             return self._refuse(offer.exchange_id, "incompatible", mismatch)
-        refusal = self._refusal(peer, offer.round)
+        refusal = self._refusal(peer, offer)
         if refusal is not None:
             return self._refuse(offer.exchange_id, refusal)
-        if self._state == "training" or not self._pairing.due(offer.round, self._round):
+        if self._state == "training" or not self._pairing.due(place_of(offer), self._place):
             return self._park(peer, offer, held=True)
         if self._state == "exchanging":
             return self._refuse(offer.exchange_id, "busy")
@@ -157,21 +175,26 @@ class GossipMachine(Moves):
             return self._refuse(offer.exchange_id, "crossed")
         self._park(peer, offer, held=False)
 
-    def _refusal(self, peer: PeerId, round: int) -> DeclineReason | None:
-        """Why an offer of this peer and round cannot be taken, now or later."""
+    def _refusal(self, peer: PeerId, offer: Offer) -> DeclineReason | None:
+        """Why an offer of this peer cannot be taken, now or later."""
         if self._draining:
             return "draining"
         if peer not in self._pairing.view or peer in self._shunned:
             return "refused"
-        return self._pairing.refusal(peer, round, self._round, self._open)
+        place = place_of(offer)
+        refusal = self._pairing.refusal(peer, place, self._place, self._open)
+        if refusal is None and self._state != "training" and self._pairing.due(place, self._place):
+            ours = (self._pairing.weight(place), self._expected_bytes(place))
+            return "plan" if (offer.weight, offer.total_bytes) != ours else None
+        return refusal
 
     def _take_parked(self) -> Parked | None:
         """The oldest parked offer that can be taken in this round; those that never can be are declined on the way."""
         for parked in list(self._book.parked.values()):
-            refusal = self._refusal(parked.peer, parked.round)
+            refusal = self._refusal(parked.peer, parked.offer)
             if refusal is not None:
                 self._refuse(parked.exchange_id, refusal)
-            elif parked.peer != self._stale and self._pairing.due(parked.round, self._round):
+            elif parked.peer != self._stale and self._pairing.due(parked.place, self._place):
                 return self._book.parked.pop(parked.exchange_id)
         return None
 
@@ -215,7 +238,7 @@ class GossipMachine(Moves):
 
     def _round_fits(self, round: int) -> bool:
         most = self._spec.max_round_skew if self._spec.pairing == "rendezvous" else 0
-        return abs(round - self._round) <= most
+        return abs(round - self.round) <= most
 
     def _on_parked(self, parked: Parked, event: ev.Event) -> None:
         if isinstance(event, ev.PayloadsVerified):

@@ -15,9 +15,9 @@ from peerloom.protocol.company import Company
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip_parts import MAX_PARKED, Book, Engaged, Outbox, Parked, Sent
 from peerloom.protocol.messages import DeclineReason, ExchangeId, Offer
-from peerloom.protocol.pairing import pairing_of, rank
+from peerloom.protocol.pairing import Place, pairing_of, rank
 from peerloom.protocol.runspec import GaslocSpec
-from peerloom.protocol.types import PeerId
+from peerloom.protocol.types import PeerId, Span
 
 HISTORY = 20  # (event, state) pairs carried by InvalidTransition
 SEEK_SHARE, STALL_SHARE = 0.75, 0.25  # of match_timeout_s
@@ -29,13 +29,20 @@ class Moves:
     """State, status and moves of one node's gossip; see GossipMachine for what the arguments are."""
 
     def __init__(
-        self, self_id: PeerId, spec: GaslocSpec, run_seed: int, rng: random.Random, layout: str, payload_bytes: int
+        self,
+        self_id: PeerId,
+        spec: GaslocSpec,
+        run_seed: int,
+        rng: random.Random,
+        layout: str,
+        payload_bytes: int | tuple[int, ...],
     ) -> None:
         self._self_id, self._spec, self._seed, self._rng = self_id, spec, run_seed, rng
-        self._layout, self._payload_bytes = layout, payload_bytes
+        self._layout = layout
+        self._sizes = (payload_bytes,) if isinstance(payload_bytes, int) else payload_bytes
         self._stall_s = STALL_SHARE * spec.match_timeout_s
         self._state: State = "training"
-        self._round, self._open, self._draining = 0, False, False
+        self._place, self._open, self._draining = Place(0), False, False
         self._pairing = pairing_of(spec, self_id, run_seed)
         self._book = Book()
         self._busy: set[PeerId] = set()  # declined for now: asked again after a pause
@@ -44,6 +51,7 @@ class Moves:
         self._company = Company(rng, SEEK_SHARE / 2 * spec.match_timeout_s)
         self._stale: PeerId | None = None  # met too often: left aside while the "company" timer runs
         self._began = 0.0
+        self._reached = 0.0  # when the fragment's first leg was ready
         self._retries = 0
         self._history: deque[tuple[ev.Event, State]] = deque(maxlen=HISTORY)
         self._now = 0.0
@@ -57,7 +65,11 @@ class Moves:
     @property
     def round(self) -> int:
         """The round trained or exchanged, or last finished."""
-        return self._round
+        return self._place.round
+
+    def legs(self, fragment: int) -> int:
+        """How many exchanges a fragment has in this round; settled once the round's first exchange has begun."""
+        return self._pairing.legs(self._place.round, fragment)
 
     @property
     def partner(self) -> PeerId | None:
@@ -72,6 +84,10 @@ class Moves:
         if self._busy and not self._book.sent and not self._book.engaged:
             return "every peer asked is busy; asking again soon"
         return self._book.waits_for() or "waiting for the scheduled partner's offer"
+
+    def piece_bytes(self, span: Span) -> tuple[int, ...]:
+        """The encoded length of each of these pieces."""
+        return self._sizes[slice(*span)]
 
     def is_open(self, exchange_id: ExchangeId) -> bool:
         """Whether the exchange is one this machine still waits on."""
@@ -90,7 +106,7 @@ class Moves:
         assert state != "seeking" or "seek" in timers, "seeking has an end"
         assert ("company" in timers) == (self._stale is not None), "the stale partner has its timer"
         pausing = not timers.keys().isdisjoint({"retry", "company"})
-        waits = bool(book.sent) or pausing or self._pairing.awaits(self._round, self._excluded)
+        waits = bool(book.sent) or pausing or self._pairing.awaits(self._place, self._excluded)
         assert state != "seeking" or waits, "seeking waits for something"
 
     # --- ending a round
@@ -98,19 +114,24 @@ class Moves:
     def _finish_with(self, engaged: Engaged) -> None:
         self._out.count("gossip_committed")
         self._company.met(engaged.peer)
-        if engaged.partner_round != self._round:
+        round, weight, swap = self._place.round, self._pairing.weight(self._place), self._pairing.swap(self._place)
+        self._pairing.met(self._place)
+        if engaged.partner_round != round:
             self._out.count("gossip_stale_round")
         self._leave_round("")
-        self._out.add(do.FinishRound(self._round, engaged.peer, engaged.partner_round, ""))
+        finish = do.FinishRound(round, engaged.peer, engaged.partner_round, "", weight, swap.receive, swap.halved >= 0)
+        self._out.add(finish)
 
-    def _finish_alone(self, reason: str) -> None:
-        self._out.count("gossip_alone")
+    def _finish_alone(self, reason: str, metric: str = "gossip_alone") -> None:
+        round = self._place.round
+        self._out.count(metric)
         self._leave_round("finished the round alone")
-        self._out.add(do.FinishRound(self._round, None, self._round, reason))
+        self._out.add(do.FinishRound(round, None, round, reason))
 
     def _leave_round(self, reason: str) -> None:
-        """Back to training: no offer of ours stands, what was deferred is held for the next round, no timer runs."""
-        self._state, self._open, self._book.engaged = "training", False, None
+        """Back to training: no offer of ours stands, what was deferred is held for the next turn, no timer runs."""
+        self._state, self._book.engaged = "training", None
+        self._go_on()
         for sent in list(self._book.sent.values()):
             self._withdraw(sent, reason)
         for parked in self._book.deferred():
@@ -123,6 +144,20 @@ class Moves:
         self._shunned.clear()
         self._retries = 0
 
+    def _go_on(self) -> None:
+        """To the round's next turn, or the round's end."""
+        round, fragment, leg = self._place
+        if leg + 1 < self._pairing.legs(round, fragment):
+            self._place = Place(round, fragment, leg + 1)
+        elif fragment + 1 < self._spec.fragments:
+            self._place = Place(round, fragment + 1)
+        else:
+            self._open = False
+
+    def _expected_bytes(self, place: Place) -> int:
+        """What a peer sends us there."""
+        return sum(self.piece_bytes(self._pairing.swap(place).receive))
+
     # --- our offers
 
     def _precedes(self, peer: PeerId) -> bool:
@@ -131,7 +166,8 @@ class Moves:
     def _offer(self, peer: PeerId) -> None:
         exchange_id = self._rng.randbytes(16).hex()
         self._book.sent[exchange_id] = Sent(exchange_id, peer)
-        self._out.add(do.SendOffer(exchange_id, peer, self._round))
+        weight, swap = self._pairing.weight(self._place), self._pairing.swap(self._place)
+        self._out.add(do.SendOffer(exchange_id, peer, *self._place, weight, swap.send))
         self._out.set_timer("offer", self._now + self._stall_s)
 
     def _withdraw(self, sent: Sent, reason: str) -> None:
@@ -148,7 +184,7 @@ class Moves:
     def _park(self, peer: PeerId, offer: Offer, *, held: bool) -> None:
         if len(self._book.parked) >= MAX_PARKED or self._book.has_parked(peer):
             return self._refuse(offer.exchange_id, "busy")
-        self._book.parked[offer.exchange_id] = Parked(offer.exchange_id, peer, offer.round, held)
+        self._book.parked[offer.exchange_id] = Parked(offer.exchange_id, peer, offer, held)
         if held:
             self._out.add(do.SendHold(offer.exchange_id))
 
@@ -158,12 +194,13 @@ class Moves:
         self._out.add(do.SendDecline(exchange_id, reason, detail))
 
     def _accept(self, exchange_id: ExchangeId, peer: PeerId, round: int) -> None:
-        self._out.add(do.SendAccept(exchange_id, self._round))
+        self._out.add(do.SendAccept(exchange_id, self._place.round))
         self._engage(Engaged(exchange_id, peer, round, offering=False))
 
     def _engage(self, engaged: Engaged) -> None:
         self._state, self._book.engaged = "exchanging", engaged
-        self._out.add(do.Transfer(engaged.exchange_id, self._stall_s))
+        swap = self._pairing.swap(self._place)
+        self._out.add(do.Transfer(engaged.exchange_id, self._stall_s, swap.send, swap.receive))
         for sent in list(self._book.sent.values()):
             self._withdraw(sent, "engaged with another peer" if sent.peer != engaged.peer else "crossed")
         for parked in self._book.deferred():

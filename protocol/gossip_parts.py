@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 
 from peerloom.protocol.effects import CancelTimer, Count, Effect, SetTimer
 from peerloom.protocol.messages import ExchangeId, Offer
+from peerloom.protocol.pairing import Place
 from peerloom.protocol.types import Encoding, PeerId
 
 FANOUT = 3  # our offers that peers may hold at once
 MAX_PARKED = 8  # peers' offers we keep at once
 EARLY_S = 0.05  # a timer that fires earlier than this before its time was replaced while it was on its way
+
+
+def place_of(offer: Offer) -> Place:
+    """The exchange that an offer is for."""
+    return Place(offer.round, offer.fragment, offer.leg)
 
 
 @dataclass(slots=True)
@@ -28,8 +34,13 @@ class Parked:
 
     exchange_id: ExchangeId
     peer: PeerId
-    round: int
+    offer: Offer
     held: bool
+
+    @property
+    def place(self) -> Place:
+        """The exchange it is for."""
+        return place_of(self.offer)
 
 
 @dataclass(slots=True)
@@ -102,12 +113,14 @@ class Book:
         assert self.active or not self.deferred(), "an offer is deferred only for an active one of ours"
 
 
-def misfit(offer: Offer, layout: str, encoding: Encoding, total_bytes: int) -> str:
-    """What differs between a peer's payload and ours, "" if nothing does."""
+def misfit(offer: Offer, layout: str, encoding: Encoding, fragments: int, total_bytes: int | None) -> str:
+    """What differs between a peer's payload and ours, "" if nothing does; `total_bytes` None: not known yet."""
+    if offer.fragment >= fragments:
+        return f"fragment is {offer.fragment} there, of {fragments} here"
     pairs = (
         ("layout", offer.layout, layout),
         ("encoding", offer.encoding, encoding),
-        ("total_bytes", offer.total_bytes, total_bytes),
+        ("total_bytes", offer.total_bytes, offer.total_bytes if total_bytes is None else total_bytes),
     )
     return "; ".join(f"{name} is {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours)
 

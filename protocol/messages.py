@@ -14,6 +14,7 @@ DeclineReason = Literal[
     "crossed",  # both offered at once; the other offer goes on
     "round",  # too far apart in rounds, or not the scheduled round
     "partner",  # scheduled pairing names another partner
+    "plan",  # as "partner" or with another weight, and the round's matchings are settled here: no use to ask again
     "incompatible",  # layout or encoding differ
     "refused",  # this peer is being left alone for a while
     "draining",
@@ -25,6 +26,8 @@ class Offer:
     """Opens an exchange: `total_bytes` of parameters of `round`, `layout` being the model's layout digest in hex.
 
     `max_chunk_bytes` asks for chunks no larger, as a side with a download cap does; 0: any size. So in an Accept.
+
+    It is for one `fragment` and one `leg` of the round, over an edge of `weight` lambda: both sides must mean the same.
     """
 
     exchange_id: ExchangeId
@@ -33,6 +36,9 @@ class Offer:
     encoding: Encoding
     total_bytes: int
     max_chunk_bytes: int = 0
+    fragment: int = 0
+    leg: int = 0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

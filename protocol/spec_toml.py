@@ -63,7 +63,8 @@ def _table(kind: type[T], raw: dict[str, Any], prefix: str, found: list[Fault], 
                 found.append(Fault((key,), f"{shown(value)}: must be a table"))
         else:
             values[name] = float(value) if hint is float and _is_float_like(value) else value
-    return kind(**values)
+    implied = getattr(kind, "implied", None)
+    return kind(**{**(implied(values) if implied else {}), **values})
 
 
 def _plain(name: str) -> bool:

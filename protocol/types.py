@@ -8,6 +8,8 @@ from typing import Literal, NewType
 PeerId = NewType("PeerId", str)  # libp2p peer id in base58, "12D3Koo…" for an Ed25519 key
 RunId = NewType("RunId", str)  # first 16 hex digits of SHA-256 over the spec's canonical form
 
+Span = tuple[int, int]  # pieces of an encoded proposal: the first, and the one past the last
+
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 

@@ -73,8 +73,12 @@ class Worker:
         if task is None:
             raise RuntimeError("the first command must be Start")
         match command:
-            case messages.Train(round):
-                return task.train(round, lambda: self._interrupted(round))
+            case messages.Train(round, fragment):
+                return task.train(round, lambda: self._interrupted(round), fragment)
+            case messages.Take(fragment, weight, pieces, replace):
+                return task.take(fragment, weight, pieces, replace)
+            case messages.Settle(fragment):
+                return task.settle(fragment)
             case messages.Finish(mix):
                 return task.finish(mix)
             case messages.Adopt(round, step):

@@ -19,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Literal
 
+from peerloom.protocol.types import Span
+
 Region = Literal["params", "theta", "previous", "inbox", "outbox"]
 PAGE = 4096
 
@@ -30,6 +32,7 @@ class BlockLayout:
     numel: int
     payload_bytes: int
     own_outbox: bool  # False: the params region is the outbox
+    piece_bytes: tuple[int, ...] = ()  # of payload_bytes; (): one piece
 
     def span(self, region: Region) -> tuple[int, int]:
         """(first byte, length) of a region."""
@@ -47,6 +50,11 @@ class BlockLayout:
                 return 3 * page, self.payload_bytes
             case "outbox":
                 return 3 * page + -(-self.payload_bytes // PAGE) * PAGE, self.payload_bytes
+
+    def pieces(self, span: Span) -> slice:
+        """Where the encoding of some pieces lies in inbox and outbox."""
+        sizes = self.piece_bytes or (self.payload_bytes,)
+        return slice(sum(sizes[: span[0]]), sum(sizes[: span[1]]))
 
     @property
     def total_bytes(self) -> int:

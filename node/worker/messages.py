@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.protocol.types import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Run the local steps of `round`."""
+    """Run the local steps of `round` that lead to the fragment's exchange."""
 
     round: int
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,23 @@ class Interrupt:
     """End the local steps of `round` after the current one; of another round: too late, ignored. Has no reply."""
 
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take in these pieces of the inbox, over an edge of that weight."""
+
+    fragment: int
+    weight: float
+    pieces: Span
+    replace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """End the fragment's exchanges."""
+
+    fragment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +73,7 @@ class Stop:
     """End the process after the current step. Has no reply but the end of the pipe."""
 
 
-Command = Start | Train | Interrupt | Finish | Adopt | Save | Stop
+Command = Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop
 
 
 @dataclass(frozen=True, slots=True)

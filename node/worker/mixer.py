@@ -1,4 +1,4 @@
-"""The end of a round, the same in every worker: a partner's proposal decoded, cut where it lies too far off, mixed."""
+"""The end of a round, the same in every worker: a partner's proposal cut where it lies too far off, and mixed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from peerloom.optim.encode import decode
 from peerloom.optim.gasloc import GASLoC
 from peerloom.optim.robust import MedianClip, distance
 from peerloom.protocol.runspec import GaslocSpec
@@ -30,25 +29,35 @@ class Mixer:
 
     def __init__(self, method: GASLoC, spec: GaslocSpec, distances: Iterable[float] = ()) -> None:
         self._method = method
-        self._encoding = spec.encoding
         self._clip = MedianClip(spec.clip_radius, distances=distances) if spec.clip_radius else None
         self._far: deque[bool] = deque(maxlen=RECENT)
 
-    def alone(self) -> Mixed:
-        """Ends the round with the edge dropped."""
-        self._method.mix([])
-        return Mixed()
+    def close(self) -> Mixed:
+        """Ends the round with what was taken in, or averaged in a group; with neither, the edge is dropped.
 
-    def mix(self, y: Tensor, inbox: Tensor, outbox: Tensor) -> Mixed:
-        """Mixes with the encoded proposal in `inbox`; `y` is this node's own, which `outbox` holds encoded.
+        A group's mean that lies too far off draws this node less, and nobody in it is blamed for that.
+        """
+        if (averaged := self._method.averaged) is None:
+            self._method.mix([])
+            return Mixed()
+        share = self._judge(*averaged).share
+        self._method.mix([], share=share**2)
+        return Mixed(share)
+
+    def mix(self, y: Tensor, theirs: Tensor, own: Tensor | None) -> Mixed:
+        """Mixes with a partner's proposal, `y` being this node's; `own` is y as the partner decodes it, if lossy.
 
         A partner at `cut` times the distance that `clip_radius` allows counts by the weight 1 / cut^2. Were it 1 / cut,
         every lie would move this node to the limit; so one that is farther off counts for less.
         """
-        theirs = decode(inbox, self._encoding).to(y.device)
-        own = decode(outbox, self._encoding).to(y.device) if self._encoding != "fp32" else None
         mixed = self._judge(y if own is None else own, theirs)
         self._method.mix([(mixed.share**2, theirs)], own=own)
+        return mixed
+
+    def take(self, weight: float, y: Tensor, theirs: Tensor, own: Tensor | None) -> Mixed:
+        """As `mix` for one partner of several, over an edge of that weight; `close` follows."""
+        mixed = self._judge(y if own is None else own, theirs)
+        self._method.take(weight * mixed.share**2, theirs, own)
         return mixed
 
     def _judge(self, own: Tensor, theirs: Tensor) -> Mixed:

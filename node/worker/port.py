@@ -13,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from peerloom.node.seams import RoundFinished, RoundTrained, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.child import Child
 from peerloom.node.worker.memory import SharedBlock, anonymous_file
 from peerloom.protocol import errors
 from peerloom.protocol.errors import PeerloomError, SpecError
+from peerloom.protocol.types import Span
 
 log = logging.getLogger("peerloom.worker")
 
@@ -66,23 +67,33 @@ class WorkerProcess:
         log.info("worker started: %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items()))
         return started.ready
 
-    async def train(self, round: int) -> RoundTrained:
-        """Runs the local steps of `round`; raises StorageError when the batch cursor cannot be kept."""
+    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+        """Runs the fragment's local steps of `round`; raises StorageError when the batch cursor cannot be kept."""
         self._round = round
-        return await self._call(messages.Train(round), RoundTrained)
+        return await self._call(messages.Train(round, fragment), RoundTrained)
 
     async def interrupt(self) -> None:
         """Ends the local steps under way after the current one."""
         if self._child is not None:
             self._child.send(messages.Request(0, messages.Interrupt(self._round)))
 
-    def outbox(self) -> memoryview:
-        """The encoded proposal, read-only."""
-        return self._mapped().view("outbox").toreadonly()
+    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """These pieces of the encoded proposal, read-only."""
+        block = self._mapped()
+        return block.view("outbox")[block.layout.pieces(pieces)].toreadonly()
 
-    def inbox(self) -> memoryview:
-        """Where the partner's encoded proposal goes."""
-        return self._mapped().view("inbox")
+    def inbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """Where these pieces of the partner's encoded proposal go."""
+        block = self._mapped()
+        return block.view("inbox")[block.layout.pieces(pieces)]
+
+    async def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
+        """Takes in these pieces of the inbox."""
+        return await self._call(messages.Take(fragment, weight, pieces, replace), Taken)
+
+    async def settle(self, fragment: int) -> Taken:
+        """Ends the fragment's exchanges."""
+        return await self._call(messages.Settle(fragment), Taken)
 
     async def finish(self, mix: bool) -> RoundFinished:
         """Ends the round."""

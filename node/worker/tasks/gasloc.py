@@ -15,21 +15,20 @@ from torch import Tensor, nn
 
 from peerloom.node import checkpoint
 from peerloom.node.cursor import BatchCursor
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady, WorkerSetup
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
+from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
-from peerloom.node.worker.mixer import Mixer
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
 from peerloom.node.worker.pace import another_step, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tokenizer import load_tokenizer
-from peerloom.optim.encode import encode, encoded_bytes
 from peerloom.optim.flat import FlatParameters
-from peerloom.optim.gasloc import Buffers, GASLoC
-from peerloom.optim.int8 import Dither
+from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
+from peerloom.protocol.types import Span
 
 HELD_OUT = "held-out"  # who draws the evaluation windows: the same on every node
 
@@ -48,7 +47,6 @@ class _Position:
     adam_steps: int = 0
     adopted_at: int | None = None
     held_out_loss: float | None = None
-    at_exchange: bool = False
 
 
 class GaslocTask:
@@ -99,7 +97,8 @@ class GaslocTask:
         numel = FlatParameters(model.named_parameters()).numel
         on_cpu = self._device.type == "cpu"
         own_outbox = gasloc.encoding != "fp32"
-        self.layout = BlockLayout(numel, encoded_bytes(numel, gasloc.encoding), own_outbox)
+        pieces = Pieces(numel, gasloc)
+        self.layout = BlockLayout(numel, sum(pieces.sizes), own_outbox, pieces.sizes)
         self._block = SharedBlock(memory_fd, self.layout, create=True)
         self._host_theta = torch.frombuffer(self._block.view("theta"), dtype=torch.float32)
         self._inbox = torch.frombuffer(self._block.view("inbox"), dtype=torch.uint8)
@@ -109,15 +108,20 @@ class GaslocTask:
         self._flat = FlatParameters(self._model.named_parameters(), host[0] if on_cpu else None)
         flat = self._flat.flat
         live = (self._host_theta, host[1]) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
-        self._method = GASLoC(
+        self._method = FragmentedGASLoC(
             flat,
+            gasloc.fragments,
             eta=gasloc.eta,
             alpha=gasloc.alpha,
             gamma=gasloc.gamma,
             momentum=gasloc.momentum,
-            buffers=Buffers(*live),
+            buffers=live,
         )
-        self._mixer = Mixer(self._method, gasloc)
+        itself = on_cpu and not own_outbox  # the outbox is the parameters
+        outbox = None if itself else self._outbox
+        self._exchanges = Exchanges(
+            self._method, self._spec, self._setup.peer_id, pieces, flat, self._inbox, outbox
+        )
         self._init_digest = init_digest(flat)
         self._layout_digest = layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, self._spec.train)
@@ -151,10 +155,9 @@ class GaslocTask:
         meta = found.meta
         if (meta.spec_hash, meta.layout_digest) != (self._spec.spec_hash(), self._layout_digest):
             raise RunMismatch(f"the checkpoints in {self._folder} belong to another run or model; move them away")
-        self._method.load_state_dict(
-            {"theta": found.theta, "previous": found.previous, "momentum": self._spec.gasloc.momentum}
-        )
-        self._mixer = Mixer(self._method, self._spec.gasloc, meta.distances)
+        state = {"theta": found.theta, "previous": found.previous, "momentum": self._spec.gasloc.momentum}
+        self._method.load_state_dict(state if found.params is None else {**state, "params": found.params})
+        self._exchanges.remember(meta.distances)
         self._inner.load_state(found.optimizer)
         self._position = _Position(
             meta.round, meta.step, meta.tokens, meta.adam_steps, meta.adopted_at, meta.held_out_loss
@@ -180,24 +183,29 @@ class GaslocTask:
             resumed=self._resumed,
             note=self._note,
             sketch=self._sketch(),
+            piece_bytes=self.layout.piece_bytes,
         )
 
-    def train(self, round: int, interrupted: Callable[[], bool]) -> RoundTrained:
-        """The local steps of a round, at least one; `interrupted` is asked after each. y is in the outbox after it.
+    def train(self, round: int, interrupted: Callable[[], bool], fragment: int = 0) -> RoundTrained:
+        """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.
 
-        Raises NonFiniteLoss, StorageError (the batch cursor), ValueError for a round that is not the next.
+        The fragment's y is in the outbox after it. Raises NonFiniteLoss, StorageError (the batch cursor), ValueError
+        for a round or fragment that is not the next.
         """
         at = self._position
         if round != at.round:
             raise ValueError(f"asked to train round {round} while round {at.round} is next")
+        if fragment != self._exchanges.fragment:
+            raise ValueError(f"asked to train fragment {fragment} while fragment {self._exchanges.fragment} is next")
         spec = self._spec.gasloc
-        sizes = reservations(spec, self._last_batches)
+        sizes = reservations(spec, self._last_batches, fragment)
         first = self._cursor.reserve(next(sizes))
         started = self._clock()
-        self._method.start_round()
+        if fragment == 0:
+            self._method.start_round()
         torch.manual_seed(self._dropout_seed(first))
         losses: list[Tensor] = []
-        while another_step(len(losses), self._clock() - started, spec):
+        while another_step(len(losses), self._clock() - started, spec, fragment):
             if first + len(losses) == self._cursor.next:
                 self._cursor.reserve(next(sizes))
             losses.append(self._step(first + len(losses)))
@@ -209,7 +217,6 @@ class GaslocTask:
         self._cursor.give_back(first + len(losses))
         self._last_batches = len(losses)
         self._propose(torch.stack(losses))
-        at.at_exchange = True
         return RoundTrained(
             round=round,
             step=at.step,
@@ -240,27 +247,37 @@ class GaslocTask:
             self._progress(FIRST_STEP, 1.0)
 
     def _propose(self, losses: Tensor) -> None:
-        y = self._method.proposal()
+        y = self._exchanges.propose()
         if not (bool(losses.isfinite().all()) and bool(y.sum().isfinite())):
             raise NonFiniteLoss(
                 f"training diverged in round {self._position.round} (step {self._position.step}): the loss or a "
                 "parameter is not finite; lower train.learning_rate if it happens again"
             )
-        encoding = self._spec.gasloc.encoding
-        if not (encoding == "fp32" and self._device.type == "cpu"):  # else the outbox is y itself
-            dither = Dither(self._spec.seed, self._position.round, self._setup.peer_id)
-            encode(y.cpu(), encoding, self._outbox, dither)
+        self._exchanges.send(self._position.round)
 
     def _dropout_seed(self, first_batch: int) -> int:
         """A resumed node drops what it would have dropped; matters only for models with dropout."""
         text = f"{self._spec.seed}\0{self._setup.peer_id}\0{first_batch}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
+    def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
+        """Takes in these pieces of the inbox, at that weight unless cut; in a group, the outbox has the outcome."""
+        return Taken(**self._exchanges.take(weight, pieces, replace)._asdict())
+
+    def settle(self, fragment: int) -> Taken:
+        """Ends the exchanges of a fragment before the last."""
+        mixed = self._exchanges.settle()
+        self._publish_theta(fragment)
+        return Taken(**mixed._asdict())
+
     def finish(self, mix: bool) -> RoundFinished:
-        """Mixes with the inbox if `mix`, at weight 1 unless it is cut; theta of the next round stands after it."""
-        mixed = self._mixer.mix(self._flat.flat, self._inbox, self._outbox) if mix else self._mixer.alone()
+        """Mixes with the inbox if `mix`, at weight 1 unless it is cut; theta of the next round stands after it.
+
+        Fragments whose turn has not come are proposed to nobody.
+        """
+        mixed = self._exchanges.finish(mix)
         at = self._position
-        at.round, at.at_exchange = at.round + 1, False
+        at.round += 1
         if at.adopted_at is not None and at.adam_steps >= self._spec.train.warmup_steps:
             at.adopted_at = None
         self._publish_theta()
@@ -275,14 +292,15 @@ class GaslocTask:
         self._method.adopt(self._host_theta.clone())
         self._inner.reset()
         at = self._position
-        at.round, at.step, at.adam_steps, at.adopted_at, at.at_exchange = round, step, 0, step, False
+        at.round, at.step, at.adam_steps, at.adopted_at = round, step, 0, step
+        self._exchanges.reset()
         self._publish_theta()
         at.held_out_loss = self._evaluate()
         return RoundFinished(round=round, held_out_loss=at.held_out_loss, sketch=self._sketch())
 
     def save(self) -> Path:
         """Writes a checkpoint of the state between two rounds; raises StorageError, RuntimeError amid a round."""
-        if self._position.at_exchange:
+        if self._exchanges.open or self._exchanges.fragment:
             raise RuntimeError("a checkpoint holds a finished round: call finish() before save()")
         at, state = self._position, self._method.state_dict()
         meta = checkpoint.Meta(
@@ -295,13 +313,17 @@ class GaslocTask:
             adam_steps=at.adam_steps,
             adopted_at=at.adopted_at,
             held_out_loss=at.held_out_loss,
-            distances=self._mixer.state(),
+            distances=self._exchanges.distances(),
             versions=_versions(),
         )
         return checkpoint.save(
             self._folder,
             checkpoint.Checkpoint(
-                meta=meta, theta=state["theta"].cpu(), previous=state["previous"].cpu(), optimizer=self._inner.state()
+                meta=meta,
+                theta=state["theta"].cpu(),
+                previous=state["previous"].cpu(),
+                optimizer=self._inner.state(),
+                params=state["params"].cpu() if "params" in state else None,
             ),
             keep=self._setup.keep_checkpoints,
         )
@@ -313,10 +335,11 @@ class GaslocTask:
         """theta's projection, the same for all nodes of the run; to seven digits, which is what fp32 holds."""
         return tuple(float(f"{value:.7g}") for value in project(self._method.theta, self._spec.seed).tolist())
 
-    def _publish_theta(self) -> None:
-        """Shows the daemon the round's start point; on the CPU theta lives there already."""
+    def _publish_theta(self, fragment: int | None = None) -> None:
+        """Shows the daemon the round's start point, whole or a fragment's; on the CPU theta lives there already."""
         if self._device.type != "cpu":
-            self._host_theta.copy_(self._method.theta)
+            span = slice(None) if fragment is None else self._method.slices[fragment]
+            self._host_theta[span].copy_(self._method.theta[span])
 
 
 def _device(setup: WorkerSetup) -> torch.device:

@@ -82,3 +82,16 @@ def test_a_chunk_that_ends_within_a_number_is_refused(encoding: Encoding, chunk:
     incoming = IncomingPayload(memoryview(bytearray(528_000)), encoding)
     with pytest.raises(MalformedMessage, match="within a number"):
         incoming.add(Chunk(0, bytes(chunk)))
+
+
+def test_scales_are_checked_in_every_piece() -> None:
+    piece = encode(torch.randn(256), "int8", dither=Dither(1, 0, "a")).numpy().tobytes()
+    bad = bytearray(piece)
+    bad[:4] = np.float32(np.nan).tobytes()
+    for data, fits in ((piece + piece, True), (piece + bytes(bad), False)):
+        incoming = IncomingPayload(memoryview(bytearray(len(data))), "int8", (len(piece), len(piece)))
+        if fits:
+            incoming.add(Chunk(0, data))
+        else:
+            with pytest.raises(BadPayload, match="not finite"):
+                incoming.add(Chunk(0, data))

@@ -196,8 +196,8 @@ def test_a_partner_too_far_off_is_cut_and_then_blamed(source: Path, tmp_path: Pa
     assert moved < 0.1  # its own steps; half of 1.0 without the cut
     worker.save()
     again = task(spec, tmp_path)
-    assert again._mixer.state() == worker._mixer.state() != []
-    assert len(again._mixer.state()) == 7
+    assert again._exchanges.distances() == worker._exchanges.distances() != []
+    assert len(again._exchanges.distances()) == 7
 
 
 def test_the_first_partners_count_whole(source: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_where_many_are_far_off_nobody_is_blamed(source: Path, tmp_path: Path) -
 def test_without_a_radius_everybody_counts(source: Path, tmp_path: Path) -> None:
     worker = task(with_gasloc(tiny_spec(source), clip_radius=0.0), tmp_path)
     assert meet(worker, 0, 10.0) == (1.0, False)
-    assert worker._mixer.state() == []
+    assert worker._exchanges.distances() == []
 
 
 def test_sketches_tell_the_distance_of_nodes(source: Path, tmp_path: Path) -> None:

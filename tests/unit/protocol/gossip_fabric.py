@@ -10,12 +10,14 @@ import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
+from peerloom.protocol import plan
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import ExchangeId, Offer
+from peerloom.protocol.pairing import Place
 from peerloom.protocol.runspec import GaslocSpec
 from peerloom.protocol.types import PeerId
 
@@ -65,7 +67,9 @@ class Node:
     ready_at: float | None = None
     moving_s: float = 0.0  # of the exchange under way: from Transfer to PayloadsVerified
     transfer_at: float = 0.0
-    finished: dict[int, do.FinishRound] = field(default_factory=dict)
+    next: Place | None = None  # what it trains for; None between rounds
+    finished: dict[Place, do.FinishRound] = field(default_factory=dict)
+    over: int = 0  # rounds
     silent: bool = False  # takes offers in and never answers
 
 
@@ -83,15 +87,17 @@ class Fabric:
         silent: frozenset[int] = frozenset(),
         match_timeout_s: float = 10.0,
         train_s: float = 3.0,
+        **gasloc: object,
     ) -> None:
         self.rng = random.Random(seed)
         self.rounds, self.loss, self.train_s = rounds, loss, train_s
-        spec = GaslocSpec(pairing=pairing, match_timeout_s=match_timeout_s)  # type: ignore[arg-type]
-        self.timeout_s = match_timeout_s
+        spec = GaslocSpec(pairing=pairing, match_timeout_s=match_timeout_s, **gasloc)  # type: ignore[arg-type]
+        self.timeout_s, self.fragments = match_timeout_s, spec.fragments
+        self.sizes = sizes = tuple(PAYLOAD_BYTES + piece for piece in range(spec.fragments * plan.pieces(spec)))
         self.ids = [PeerId(f"peer{i}") for i in range(count)]
         self.nodes = [
             Node(
-                GossipMachine(peer, spec, 7, random.Random(f"{seed}/{peer}"), LAYOUT, PAYLOAD_BYTES),
+                GossipMachine(peer, spec, 7, random.Random(f"{seed}/{peer}"), LAYOUT, sizes),
                 silent=i in silent,
             )
             for i, peer in enumerate(self.ids)
@@ -100,7 +106,7 @@ class Fabric:
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.serial = 0
         self.now = 0.0
-        self.acknowledged: set[tuple[int, int]] = set()  # (node, round) that committed on the accepting side
+        self.acknowledged: set[tuple[int, Place]] = set()  # (node, turn) that committed on the accepting side
         self.log: list[str] = []
         for i in range(count):
             seen = tuple(ev.PeerSeen(p, 0) for p in self.ids if p != self.ids[i])
@@ -134,17 +140,21 @@ class Fabric:
 
     def start_round(self, i: int, round: int) -> None:
         self.feed(i, ev.RoundStarted(round))
-        self.at(self.now + self.train_s * self.rng.uniform(0.2, 1.5), lambda: self.ready(i, round))
+        self.train_for(i, Place(round), self.train_s)
+
+    def train_for(self, i: int, place: Place, seconds: float) -> None:
+        self.nodes[i].next = place
+        self.at(self.now + seconds * self.rng.uniform(0.2, 1.5), lambda: self.ready(i, place))
 
     def in_training(self, i: int) -> bool:
-        """Whether node i has local steps to do in its machine's round."""
+        """Whether node i has local steps to do for its next turn."""
         node = self.nodes[i]
-        return not node.silent and node.ready_at is None and node.machine.round not in node.finished
+        return not node.silent and node.ready_at is None and node.next is not None
 
-    def ready(self, i: int, round: int) -> None:
-        if self.nodes[i].machine.round == round and self.in_training(i):
+    def ready(self, i: int, place: Place) -> None:
+        if self.nodes[i].next == place and self.in_training(i):
             self.nodes[i].ready_at = self.now
-            self.feed(i, ev.ProposalReady(round))
+            self.feed(i, ev.ProposalReady(*place))
 
     def feed(self, i: int, event: ev.Event) -> None:
         node = self.nodes[i]
@@ -159,10 +169,11 @@ class Fabric:
     def perform(self, i: int, effect: do.Effect, beside: list[do.Effect]) -> None:
         node = self.nodes[i]
         match effect:
-            case do.SendOffer(exchange_id, peer, round):
+            case do.SendOffer(exchange_id, peer, round, fragment, leg, weight, send):
                 target = self.ids.index(peer)
                 self.streams[exchange_id] = Stream(exchange_id, (End(i), End(target)))
-                offer = Offer(exchange_id, round, LAYOUT, "fp32", PAYLOAD_BYTES)
+                offer = Offer(exchange_id, round, LAYOUT, "fp32", sum(self.sizes[slice(*send)]))
+                offer = replace(offer, fragment=fragment, leg=leg, weight=weight)
                 self.send(exchange_id, i, ev.OfferReceived(self.ids[i], offer))
             case do.SendHold(exchange_id):
                 self.send(exchange_id, i, ev.OfferHeld(exchange_id))
@@ -197,15 +208,22 @@ class Fabric:
 
     def finish(self, i: int, effect: do.FinishRound, acknowledged: bool) -> None:
         node = self.nodes[i]
-        assert effect.round not in node.finished, f"round {effect.round} of node {i} ended twice"
+        place = node.next
+        assert place is not None and place.round == effect.round
+        assert place not in node.finished, f"{place} of node {i} ended twice"
         assert node.ready_at is not None
         waited = self.now - node.ready_at - node.moving_s
-        assert waited <= self.timeout_s + 1e-6, f"node {i} waited {waited} s in round {effect.round}"
+        assert waited <= self.timeout_s * (place.leg + 1) + 1e-6, f"node {i} waited {waited} s at {place}"
         assert not node.timers
-        node.finished[effect.round] = effect
-        node.ready_at, node.moving_s = None, 0.0
+        node.finished[place] = effect
+        node.ready_at, node.moving_s, node.next = None, 0.0, None
         if acknowledged:
-            self.acknowledged.add((i, effect.round))
+            self.acknowledged.add((i, place))
+        if place.leg + 1 < node.machine.legs(place.fragment):
+            return self.train_for(i, place._replace(leg=place.leg + 1), 0.01)
+        if place.fragment + 1 < self.fragments:
+            return self.train_for(i, Place(place.round, place.fragment + 1), self.train_s / self.fragments)
+        node.over += 1
         if effect.round + 1 < self.rounds:
             self.at(self.now + 0.01, lambda: self.start_round(i, effect.round + 1))
         else:
@@ -222,7 +240,7 @@ class Fabric:
         seen = tuple(
             ev.PeerSeen(peer, self.nodes[k].machine.round)
             for k, peer in enumerate(self.ids)
-            if k != j and (self.nodes[k].silent or len(self.nodes[k].finished) < self.rounds)
+            if k != j and (self.nodes[k].silent or self.nodes[k].over < self.rounds)
         )
         self.feed(j, ev.PeersChanged(seen))
 
@@ -308,14 +326,20 @@ class Fabric:
         for i, node in enumerate(self.nodes):
             if node.silent:
                 continue
-            assert sorted(node.finished) == list(range(self.rounds)), f"node {i} ended {sorted(node.finished)}"
-            assert node.counts["gossip_committed"] + node.counts["gossip_alone"] == self.rounds
-            for round, end in node.finished.items():
+            assert sorted({place.round for place in node.finished}) == list(range(self.rounds)), f"node {i}"
+            assert list(node.finished) == sorted(node.finished)
+            ways = ("gossip_committed", "gossip_alone", "gossip_idle")
+            assert sum(node.counts[way] for way in ways) == len(node.finished)
+            for place, end in node.finished.items():
                 assert end.partner is not None or end.reason, "who goes alone says why"
                 if end.partner is None:
                     continue
-                mirror = self.nodes[self.ids.index(end.partner)].finished.get(end.partner_round)
-                if mirror is None or (mirror.partner, mirror.partner_round) != (self.ids[i], round):
-                    assert (i, round) in self.acknowledged, "the offering side alone committed"
+                other = self.nodes[self.ids.index(end.partner)].finished
+                mirror = other.get(place._replace(round=end.partner_round))
+                if mirror is None or (mirror.partner, mirror.partner_round) != (self.ids[i], place.round):
+                    assert (i, place) in self.acknowledged, "the offering side alone committed"
                     one_sided += 1
+                else:
+                    assert mirror.weight == end.weight, "an edge has one weight"
+                    assert mirror.replace == end.replace
         assert one_sided <= sum(node.counts["gossip_in_doubt"] for node in self.nodes)

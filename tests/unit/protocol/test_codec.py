@@ -64,7 +64,18 @@ addresses = st.sampled_from(["127.0.0.1:1", "[::1]:65535", "[2001:db8::2]:4000",
 encodings = st.sampled_from(["fp32", "bf16"])
 
 exchange_messages = st.one_of(
-    st.builds(Offer, exact_hex(32), positions, hexes(64), encodings, payload_bytes),
+    st.builds(
+        Offer,
+        exact_hex(32),
+        positions,
+        hexes(64),
+        encodings,
+        payload_bytes,
+        st.integers(0, limits.CHUNK_BYTES),
+        st.integers(0, limits.MAX_FRAGMENTS),
+        st.integers(0, limits.MAX_LEGS),
+        st.floats(allow_nan=False, allow_infinity=False),
+    ),
     st.just(Hold()),
     st.builds(Accept, positions),
     st.builds(Decline, st.sampled_from(get_args(DeclineReason)), texts(512)),
@@ -295,9 +306,13 @@ def offer(**changes: Any) -> bytes:
         offer(encoding="int3"),
         offer(total_bytes=limits.MAX_PAYLOAD_BYTES + 1),
         offer(round=-1),
+        offer(fragment=-1),
+        offer(fragment=limits.MAX_FRAGMENTS + 1),
+        offer(leg=limits.MAX_LEGS + 1),
+        offer(weight=float("nan")),
         bytes(limits.MAX_MESSAGE_BYTES + 1),
     ],
-    ids=range(12),
+    ids=range(16),
 )
 def test_bad_exchange_messages(raw: bytes) -> None:
     with pytest.raises((MalformedMessage, LimitExceeded)):

@@ -156,7 +156,8 @@ def test_all_faults_come_at_once_with_line_value_and_the_closest_key() -> None:
         "line 11: train.learning_rate = nan: must be a number above 0 and at most 10",
         "line 12: train.warmup_steps = 40: must be below total_steps, which is 10",
         "line 14: gasloc.momentun = 'post': no such key; the closest known one is gasloc.momentum",
-        "line 15: gasloc.pairing = 'x': must be one of 'rendezvous', 'scheduled'",
+        "line 15: gasloc.pairing = 'x': must be one of 'rendezvous', 'scheduled', 'two_peer', 'ring', 'torus', "
+        "'complete', 'regular', 'hypercube', 'exponential', 'base'",
         "line 17: data.held_out = 0.5: must be a number above 0 and below 0.5",
         "line 18: gaslog = a table: no such key; the closest known one is gasloc",
     ]
@@ -225,7 +226,10 @@ TIED: dict[type, tuple[str, ...]] = {
     ModelSpec: ("hidden_size", "heads", "kv_heads", "layers", "intermediate_size", "vocab_size"),
     DataSpec: (),
     TrainSpec: ("warmup_steps", "total_steps"),
-    GaslocSpec: ("alpha", "gamma", "clip_radius"),
+    GaslocSpec: (
+        *("alpha", "gamma", "momentum", "pairing", "clip_radius"),
+        *("weights", "group_size", "fragments", "local_steps", "round_s"),
+    ),
     RunSpec: ("model", "data", "train"),
 }
 

@@ -1,0 +1,160 @@
+"""From which mixing rate a topology loses consensus, whatever the size of its swarm.
+
+Disagreement without drift is linear. With W = I - alpha Lambda a round is, for the two variants of arXiv 2606.11081,
+
+    "pre":   theta' = W theta + gamma (theta - previous),            previous' = theta
+    "post":  theta' = (1 + gamma) W theta - gamma previous,          previous' = W theta
+
+A fixed graph is decided by Lambda's largest eigenvalue, random matchings and groups by their second moments, and a
+sequence by what is left of a disagreement after many periods.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+from peerloom.protocol import graphs
+
+Momentum = Literal["pre", "post"]
+Weights = Literal["unit", "metropolis"]
+
+FIXED = ("ring", "torus", "complete", "regular")
+SEQUENCES = ("hypercube", "exponential", "base")
+SIZES = (2, 3, 4, 6, 8, 9, 16)  # swarms on which a sequence is tried: longer periods come out alike
+MOST_ALPHA = 4.0
+WELL_DAMPED = 1.25  # alpha times the largest eigenvalue: near the best rate of "post" from rings to dense graphs
+
+
+def pair_bound(gamma: float, l_max: float, momentum: Momentum) -> float:
+    """A fixed graph is stable for 0 < alpha < this: modes z^2 - (1 - alpha l + gamma) z + gamma = 0 for "pre"."""
+    plain = 2 * (1 + gamma) / l_max
+    return plain if momentum == "pre" else plain / (1 + 2 * gamma)
+
+
+def largest_eigenvalue(pairing: str, weights: Weights, degree: int) -> float:
+    """Of Lambda, over all sizes of a swarm: at most the largest degree times the weight; inf if unbounded."""
+    if pairing == "complete":
+        return 1.0 if weights == "metropolis" else math.inf  # n / 2 with unit weights
+    most = {"ring": 2, "torus": 4, "regular": degree}[pairing]
+    return most * (2 / (1 + most) if weights == "metropolis" else 1.0)
+
+
+def alpha_bound(
+    pairing: str, alpha: float, gamma: float, momentum: Momentum, *, weights: Weights, degree: int, group_size: int
+) -> float | None:
+    """The mixing rate from which this topology diverges, where `alpha` is at or past it; 0 where any rate does."""
+    if pairing in FIXED:
+        l_max = largest_eigenvalue(pairing, weights, degree)
+        bound = pair_bound(gamma, l_max, momentum) if l_max < math.inf else 0.0
+        return bound if alpha >= bound else None
+    pair = pair_bound(gamma, 1.0, momentum)
+    if alpha >= pair:
+        return pair
+    if group_size == 2 and pairing in ("rendezvous", "scheduled"):
+        return None  # of one pair; what random partners do beyond it is measured, not derived
+    stable = _stable(pairing, alpha, gamma, momentum, group_size)
+    return None if stable else _largest(pairing, gamma, momentum, group_size)
+
+
+@lru_cache(maxsize=256)
+def _stable(pairing: str, alpha: float, gamma: float, momentum: Momentum, group_size: int) -> bool:
+    if pairing in SEQUENCES and group_size == 2:
+        return all(_fades(pairing, n, alpha, gamma, momentum) for n in SIZES)
+    return _random_rate(alpha, gamma, momentum, 2 if pairing == "two_peer" else 1, group_size) < 1
+
+
+@lru_cache(maxsize=256)
+def _largest(pairing: str, gamma: float, momentum: Momentum, group_size: int) -> float:
+    """By bisection, to 0.01."""
+    low, high = 0.01, MOST_ALPHA
+    if not _stable(pairing, low, gamma, momentum, group_size):
+        return 0.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _stable(pairing, middle, gamma, momentum, group_size) else (low, middle)
+    return round(high, 2)
+
+
+def _fades(pairing: str, n: int, alpha: float, gamma: float, momentum: Momentum) -> bool:
+    """Whether a disagreement of n nodes shrinks, in the long run, under a sequence of matchings."""
+    if pairing == "hypercube" and n & (n - 1):
+        return True  # a swarm of that size takes the Base-2 graph
+    theta = [math.sin(1.0 + 7.0 * i) for i in range(n)]
+    theta = _centred(theta)
+    previous, logs = list(theta), [0.0]
+    for round in range(40 * max(1, n.bit_length())):
+        mixed = list(theta)
+        for i, j, weight in sequence_leg(pairing, n, round):
+            moved = alpha * weight / 2 * (theta[i] - theta[j])
+            mixed[i] -= moved
+            mixed[j] += moved
+        carried = theta if momentum == "pre" else mixed
+        theta, previous = [m + gamma * (c - p) for m, c, p in zip(mixed, carried, previous, strict=True)], carried
+        theta, previous = _centred(theta), _centred(previous)  # else rounding in the mean is all that is left
+        size = math.sqrt(sum(x * x for x in theta) + sum(x * x for x in previous))
+        if size < 1e-12:
+            return True  # exact averages
+        theta, previous = [x / size for x in theta], [x / size for x in previous]
+        logs.append(logs[-1] + math.log(size))
+    half = len(logs) // 2
+    return logs[-1] < logs[half]
+
+
+def _centred(values: list[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    return [x - mean for x in values]
+
+
+def sequence_leg(pairing: str, n: int, round: int) -> graphs.Leg:
+    """The matching of a round of "hypercube" (Base-2 where n is no power of 2), "exponential" or "base"."""
+    if pairing == "base" or (pairing == "hypercube" and n & (n - 1)):
+        return graphs.base_leg(n, round)
+    pairs = graphs.hypercube(n, round) if pairing == "hypercube" else graphs.exponential(n, round)
+    return tuple(graphs.Edge(i, j, 1.0) for i, j in pairs)
+
+
+def _random_rate(alpha: float, gamma: float, momentum: Momentum, peers: int, group: int) -> float:
+    """The root mean square's rate for `peers` random matchings of weight 1 / peers, or random groups, in a large swarm.
+
+    Their Laplacian P projects and E[P] = c = (group - 1) / group on disagreement, so that the second moments of
+    (theta, previous) follow a 3 x 3 recursion, whose spectral radius comes from squaring it.
+    """
+    c, g = (group - 1) / group, gamma
+    m1 = 1 - alpha * c
+    m2 = 1 - 2 * alpha * c + alpha**2 * (c + (peers - 1) * c**2) / peers
+    if momentum == "pre":
+        rows = [[m2 + 2 * g * m1 + g * g, -2 * g * (m1 + g), g * g], [m1 + g, -g, 0.0], [1.0, 0.0, 0.0]]
+    else:
+        rows = [[(1 + g) ** 2 * m2, -2 * g * (1 + g) * m1, g * g], [(1 + g) * m2, -g * m1, 0.0], [m2, 0.0, 0.0]]
+    log, power = 0.0, 1
+    for _ in range(20):
+        rows = [[sum(rows[i][k] * rows[k][j] for k in range(3)) for j in range(3)] for i in range(3)]
+        power *= 2
+        size = max(abs(x) for row in rows for x in row)
+        if size == 0:
+            return 0.0
+        log = 2 * log + math.log(size)
+        rows = [[x / size for x in row] for row in rows]
+    return math.exp(log / power / 2)
+
+
+def default_tuning(
+    pairing: str, momentum: Momentum, *, weights: Weights, degree: int, group_size: int
+) -> tuple[float, float] | None:
+    """(alpha, gamma) for a topology whose spec names none; None where the spec's own defaults stand.
+
+    Derived: a fixed graph takes alpha = 1.25 / l_max, which is near the best rate of "post" for rings, tori and random
+    regular graphs of 8 to 32 nodes (the best there is 1.16 to 1.32; longer rings want more gamma) and well inside
+    "pre"; the complete graph takes 1, its exact mean. Measured (tests/benchmarks/gasloc and trials before it):
+    matchings and sequences are made for alpha = 1 and do best with gamma 0.3; groups of 4 and more, whose mean is close
+    to exact, with 0.5 in "post".
+    """
+    if pairing in ("rendezvous", "scheduled") and group_size == 2:
+        return None
+    if group_size >= 4 and momentum == "post":
+        return 1.0, 0.5
+    if pairing not in FIXED or pairing == "complete":
+        return 1.0, 0.3
+    return round(WELL_DAMPED / largest_eigenvalue(pairing, weights, degree), 4), 0.3

@@ -1,0 +1,119 @@
+"""From where a topology loses consensus: against the optimizer side's rates, and as the spec says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerloom.optim.topology import Graph
+from peerloom.optim.tuning import near_square_torus, random_rate, rate
+from peerloom.protocol import graphs
+from peerloom.protocol.errors import SpecError
+from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.stability import FIXED, alpha_bound, default_tuning, largest_eigenvalue
+
+MOMENTA = ("pre", "post")
+
+
+@pytest.mark.parametrize("weights", ["unit", "metropolis"])
+@pytest.mark.parametrize("pairing", FIXED)
+def test_no_graph_of_any_size_has_a_larger_eigenvalue(pairing: str, weights: str) -> None:
+    bound = largest_eigenvalue(pairing, weights, 4)  # type: ignore[arg-type]
+    seen = []
+    for n in range(5, 20):
+        graph = {"ring": Graph.ring, "complete": Graph.complete, "torus": near_square_torus}.get(
+            pairing, lambda n: Graph.from_pairs(n, graphs.random_regular(n, 4, 1))
+        )(n)
+        seen.append((graph.metropolis() if weights == "metropolis" else graph).lambda_max)
+    assert max(seen) <= bound + 1e-9
+    if bound < float("inf") and pairing != "regular":
+        assert max(seen) >= 0.95 * bound
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("gamma", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("pairing", ["hypercube", "exponential", "base"])
+def test_sequences_are_refused_where_their_rate_is_over_one(pairing: str, gamma: float, momentum: str) -> None:
+    for alpha in (0.5, 1.0, 1.3, 1.5):
+        worst = max(
+            rate(pairing, n, alpha, gamma, momentum)  # type: ignore[arg-type]
+            for n in (2, 3, 4, 6, 8, 9, 16)
+            if pairing != "hypercube" or n & (n - 1) == 0
+        )
+        bound = alpha_bound(pairing, alpha, gamma, momentum, weights="unit", degree=4, group_size=2)  # type: ignore[arg-type]
+        if abs(worst - 1) > 0.01:
+            assert (bound is None) == (worst < 1), (alpha, worst, bound)
+        assert bound is None or bound <= alpha + 0.01
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize(("pairing", "peers", "group"), [("two_peer", 2, 2), ("scheduled", 1, 4), ("scheduled", 1, 8)])
+def test_random_partners_are_refused_where_the_mean_square_grows(
+    pairing: str, peers: int, group: int, momentum: str
+) -> None:
+    for gamma in (0.0, 0.3, 0.6, 0.9):
+        for alpha in (0.5, 1.0, 1.35):
+            large = random_rate(4096, alpha, gamma, momentum, peers=peers, group=group)  # type: ignore[arg-type]
+            bound = alpha_bound(
+                pairing, alpha, gamma, momentum, weights="unit", degree=4, group_size=group  # type: ignore[arg-type]
+            )
+            if abs(large - 1) > 0.005:
+                assert (bound is None) == (large < 1), (gamma, alpha, large, bound)
+
+
+def test_the_message_names_the_bound() -> None:
+    with pytest.raises(SpecError) as caught:
+        GaslocSpec(pairing="ring", alpha=1.6, gamma=0.2, momentum="post").check()
+    (problem,) = caught.value.problems
+    assert "pairing = 'ring' loses consensus; must be below 1.28571 with gamma = 0.2 and momentum = 'post'" in problem
+    with pytest.raises(SpecError, match="must be below 1.8 with"):
+        GaslocSpec(pairing="ring", alpha=1.9, gamma=0.2).check()
+    with pytest.raises(SpecError, match="'base' loses consensus; must be below"):
+        GaslocSpec(pairing="base", alpha=1.2, gamma=0.4, momentum="post").check()
+    with pytest.raises(SpecError, match="must be 'metropolis'"):
+        GaslocSpec(pairing="complete", weights="unit", alpha=0.1).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"group_size": 3, "pairing": "scheduled"}, "must be a power of 2"),
+        ({"group_size": 4}, "must be 2 with pairing = 'rendezvous'"),
+        ({"group_size": 4, "pairing": "ring"}, "groups form with 'scheduled' or 'hypercube'"),
+        ({"fragments": 31}, "must be at most local_steps, which is 30"),
+        ({"degree": 1}, "must be an integer from 2 to 64"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(SpecError, match=what):
+        GaslocSpec(**changes).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("weights", ["unit", "metropolis"])
+@pytest.mark.parametrize("group", [2, 4, 8])
+@pytest.mark.parametrize("pairing", ["two_peer", "scheduled", "hypercube", "exponential", "base", *FIXED])
+def test_defaults_are_stable_and_given_where_the_text_has_none(
+    pairing: str, group: int, weights: str, momentum: str
+) -> None:
+    if (group > 2 and pairing not in ("scheduled", "hypercube")) or (pairing == "complete" and weights == "unit"):
+        return
+    table = f'pairing = "{pairing}"\ngroup_size = {group}\nweights = "{weights}"\nmomentum = "{momentum}"\n'
+    spec = RunSpec.from_toml(f"[gasloc]\n{table}").gasloc
+    expected = default_tuning(pairing, momentum, weights=weights, degree=4, group_size=group)  # type: ignore[arg-type]
+    assert (spec.alpha, spec.gamma) == (expected or (GaslocSpec().alpha, GaslocSpec().gamma))
+    spec.check()
+    assert RunSpec.from_toml(f"[gasloc]\n{table}alpha = 0.25\ngamma = 0.1\n").gasloc.alpha == 0.25
+    assert RunSpec.from_toml(RunSpec(gasloc=spec).canonical()).gasloc == spec
+
+
+def test_the_default_of_a_fixed_graph_is_near_the_best_rate() -> None:
+    for pairing, n in (("ring", 8), ("torus", 16)):
+        alpha, gamma = default_tuning(pairing, "post", weights="metropolis", degree=4, group_size=2) or (0, 0)
+        graph = (Graph.ring(n) if pairing == "ring" else near_square_torus(n)).metropolis()
+        found = rate(pairing, n, alpha, gamma, "post", graph=graph)  # type: ignore[arg-type]
+        best = min(
+            rate(pairing, n, a / 50, g / 20, "post", graph=graph)  # type: ignore[arg-type]
+            for a in range(20, 60)
+            for g in range(6, 16)
+        )
+        assert found <= best + 0.15
