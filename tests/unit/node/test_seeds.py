@@ -146,13 +146,18 @@ async def test_garbage_for_an_answer(prober: P2pDaemon, bare: P2pDaemon, answer:
 async def test_a_seed_that_never_answers(prober: P2pDaemon, bare: P2pDaemon) -> None:
     from google.protobuf.wrappers_pb2 import BytesValue
 
+    over = asyncio.Event()
+
     async def handle(_request: object, _context: object) -> BytesValue:
-        await asyncio.Event().wait()
+        await over.wait()
         return BytesValue()
 
     await bare.p2p.add_protobuf_handler(PROBE, handle, BytesValue)
-    with pytest.raises(SeedUnreachable, match="did not answer within 0.5 s"):
-        await probe(prober, await invite_to(bare), timeout_s=0.5)
+    try:
+        with pytest.raises(SeedUnreachable, match="did not answer within 0.5 s"):
+            await probe(prober, await invite_to(bare), timeout_s=0.5)
+    finally:
+        over.set()
 
 
 async def test_another_protocol_version(prober: P2pDaemon, bare: P2pDaemon) -> None:
