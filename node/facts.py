@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
 from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Role
 
+LONELY = 3  # rounds alone in a row from which status says so
 RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
 
 
@@ -38,6 +39,8 @@ class Facts:
     tokens_per_s: float = 0.0
     loss: float | None = None
     sketch: tuple[float, ...] = ()
+    alone: int = 0  # rounds in a row without a partner
+    alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
     counters: dict[str, float] = field(default_factory=dict)
 
@@ -75,6 +78,15 @@ class Facts:
         self.tokens_per_s += smooth * (rate - self.tokens_per_s)
         self.changed()
 
+    def met(self, somebody: bool, why_not: str) -> None:
+        """Takes whether the round had a partner."""
+        self.alone, self.alone_because = (0, "") if somebody else (self.alone + 1, why_not)
+
+    def _told(self) -> str:
+        """Why it is not training, else what is wrong although it trains, else that it meets nobody."""
+        lonely = f"{self.alone} rounds alone: {self.alone_because}" if self.alone >= LONELY else ""
+        return self.reason or self.warning or lonely
+
     def record(self) -> PeerRecord:
         """This node's record as of now."""
         up, down = self.bytes_moved()
@@ -89,7 +101,7 @@ class Facts:
             started_at=self.started_at,
             issued_at=self.clock.wall(),
             state=self.state,
-            reason=self.reason or self.warning,
+            reason=self._told(),
             init_digest=self.init_digest,
             layout_digest=self.layout_digest,
             round=self.round,

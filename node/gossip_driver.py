@@ -212,6 +212,8 @@ class GossipDriver:
             case effects.FinishRound():
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)
+            case effects.CutShort():
+                self._cut_short()
             case effects.SetTimer(name, at):
                 self._set_timer(name, at)
             case effects.CancelTimer(name):
@@ -231,6 +233,11 @@ class GossipDriver:
     def _timer_due(self, name: str) -> None:
         self._timers.pop(name, None)
         self.feed(events.TimerFired(name))
+
+    def _cut_short(self) -> None:
+        task = asyncio.create_task(self._worker.interrupt(), name="cut-short")
+        self._tasks[task] = None
+        task.add_done_callback(self._dialled)
 
     def _spawn(self, exchange: _Exchange) -> None:
         task = asyncio.create_task(self._dial(exchange), name=f"exchange-{exchange.id[:8]}")

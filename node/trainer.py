@@ -12,6 +12,7 @@ from peerloom.node.context import Context
 from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.joiner import FetchedState, Joiner
+from peerloom.node.logs import short
 from peerloom.node.seams import (
     FIRST_STEP,
     ExchangeStream,
@@ -376,6 +377,7 @@ class Trainer:
         loss = finished.held_out_loss
         if loss is not None and not (self._best_loss is not None and self._best_loss < loss):
             self._best_loss = loss
+        facts.met(any(end.partner is not None for end, _ in meetings), ended.reason)
         facts.count("rounds")
         facts.count("exchange_seconds", waited)
         facts.count("train_seconds", trained.seconds)
@@ -398,7 +400,7 @@ class Trainer:
             **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
         )
         told = "" if loss is None else f", held-out loss {loss:.3f}"
-        company = f"with {ended.partner[-6:]}" if ended.partner is not None else f"alone: {ended.reason}"
+        company = f"with {short(ended.partner)}" if ended.partner is not None else f"alone: {ended.reason}"
         log.info("round %d done %s%s", trained.round, company, told)
 
     async def _catch_up(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from peerloom.node.facts import Facts
+from peerloom.node.logs import short
 from peerloom.node.seams import Clock, Discovery
 from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.membership import Membership
@@ -79,7 +80,7 @@ class SwarmView:
     def score(self, peer: PeerId, fault: str) -> None:
         """Holds a fault against a peer."""
         self._facts.count("peer_faults")
-        log.warning("peer %s: %s", peer[-6:], fault)
+        log.warning("peer %s: %s", short(peer), fault)
         if self._membership.score(peer, fault, self._clock.monotonic()):
             self._facts.count("peers_left_alone")
         self.changed()

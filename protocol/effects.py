@@ -95,6 +95,13 @@ class FinishRound:
 
 
 @dataclass(frozen=True, slots=True)
+class CutShort:
+    """End the local steps of `round` after the current one: a peer waits for us, and the last round ended alone."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetTimer:
     """Fire TimerFired(name) at time `at` (the clock of `handle`'s now); replaces one of the same name."""
 
@@ -135,6 +142,7 @@ Effect = (
     | SendAck
     | SendWithdraw
     | FinishRound
+    | CutShort
     | SetTimer
     | CancelTimer
     | ScorePeer

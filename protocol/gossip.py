@@ -11,7 +11,8 @@ ours is answered. Who defers waits for a peer of lower rank, so chains of deferr
 train, and what is parked stays through an exchange for the next round; what arrives during an exchange is declined
 "busy", so that its sender looks elsewhere and may come back while we train.
 
-A partner met again and again is left aside for a while when others may come: see `company.py`.
+A partner met again and again is left aside for a while when others may come: see `company.py`. A node whose last round
+ended alone ends its local steps early for a peer that waits: see `_meet_the_waiting`.
 
 Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
 
@@ -37,9 +38,10 @@ from peerloom.protocol.gossip_moves import SEEK_SHARE, Moves
 from peerloom.protocol.gossip_parts import FANOUT, Engaged, Parked, Sent, misfit, place_of
 from peerloom.protocol.messages import DeclineReason, Offer
 from peerloom.protocol.pairing import Place
-from peerloom.protocol.plan import in_sequence
+from peerloom.protocol.plan import in_sequence, is_plain
 from peerloom.protocol.types import PeerId
 
+CUT_SHARE = 0.5  # of the last local steps: what a node does of them at least before it comes to one who waits
 RETRY_SHARE = 0.02  # of match_timeout_s: first pause after every candidate declined; doubles three times
 
 ExchangeEvent = (
@@ -87,7 +89,7 @@ class GossipMachine(Moves):
     def _on_round(self, event: ev.RoundStarted) -> None:
         if self._state != "training":
             self._invalid("the round before has not been finished")
-        self._place, self._open, self._began = Place(event.round), True, self._now
+        self._place, self._open, self._began, self._cut = Place(event.round), True, self._now, False
 
     def _on_proposal(self, event: ev.ProposalReady) -> None:
         place = Place(event.round, event.fragment, event.leg)
@@ -96,7 +98,7 @@ class GossipMachine(Moves):
         self._pairing.begin(event.round)
         if self._draining:
             return self._finish_alone("this node is stopping")
-        self._state = "seeking"
+        self._state, self._trained_s = "seeking", self._now - self._began
         self._avoid_stale()
         if event.leg == 0:
             self._reached = self._now
@@ -163,7 +165,8 @@ class GossipMachine(Moves):
         if refusal is not None:
             return self._refuse(offer.exchange_id, refusal)
         if self._state == "training" or not self._pairing.due(place_of(offer), self._place):
-            return self._park(peer, offer, held=True)
+            self._park(peer, offer, held=True)
+            return self._meet_the_waiting()
         if self._state == "exchanging":
             return self._refuse(offer.exchange_id, "busy")
         if peer == self._stale:
@@ -174,6 +177,22 @@ class GossipMachine(Moves):
         if active.peer == peer:
             return self._refuse(offer.exchange_id, "crossed")
         self._park(peer, offer, held=False)
+
+    def _meet_the_waiting(self) -> None:
+        """Ends the local steps early for a peer that waits, if the last round found nobody.
+
+        Rounds longer than the timeout may miss one another for ever: who waits gives up before the other arrives. Of
+        two such nodes one is always past the middle of its steps when the other waits; that one comes at once, and
+        then they are in step. A worker's number of local steps may vary (digest, (a)).
+        """
+        seldom = self._state != "training" or not self._open or self._cut or not self._missed
+        plain = is_plain(self._spec) and self._spec.pairing == "rendezvous"
+        if seldom or not plain or not self._book.parked:
+            return
+        if self._now - self._began >= CUT_SHARE * self._trained_s:
+            self._cut = True
+            self._out.count("gossip_cut_short")
+            self._out.add(do.CutShort(self._place.round))
 
     def _refusal(self, peer: PeerId, offer: Offer) -> DeclineReason | None:
         """Why an offer of this peer cannot be taken, now or later."""

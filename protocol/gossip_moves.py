@@ -51,6 +51,9 @@ class Moves:
         self._company = Company(rng, SEEK_SHARE / 2 * spec.match_timeout_s)
         self._stale: PeerId | None = None  # met too often: left aside while the "company" timer runs
         self._began = 0.0
+        self._trained_s = 0.0  # what the last local steps took
+        self._missed = False  # the last round ended alone although others are there
+        self._cut = False  # the local steps under way are being ended
         self._reached = 0.0  # when the fragment's first leg was ready
         self._retries = 0
         self._history: deque[tuple[ev.Event, State]] = deque(maxlen=HISTORY)
@@ -113,6 +116,7 @@ class Moves:
 
     def _finish_with(self, engaged: Engaged) -> None:
         self._out.count("gossip_committed")
+        self._missed = False
         self._company.met(engaged.peer)
         round, weight, swap = self._place.round, self._pairing.weight(self._place), self._pairing.swap(self._place)
         self._pairing.met(self._place)
@@ -124,6 +128,7 @@ class Moves:
 
     def _finish_alone(self, reason: str, metric: str = "gossip_alone") -> None:
         round = self._place.round
+        self._missed = bool(self._pairing.view)
         self._out.count(metric)
         self._leave_round("finished the round alone")
         self._out.add(do.FinishRound(round, None, round, reason))

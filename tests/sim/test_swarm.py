@@ -130,3 +130,21 @@ def test_two_nodes_give_what_the_reference_gives_bit_for_bit(momentum: str) -> N
     for r in range(count):
         for i, worker in enumerate(Recorder.made):
             assert torch.equal(history[r, i], worker.thetas[r]), f"round {r}, node {i}"
+
+
+def test_rounds_longer_than_the_timeout_meet_all_the_same() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(12)
+        await swarm.drain()
+
+    plan = Plan(
+        count=2,
+        spec=spec(1, match_timeout_s=4.0),
+        step_s=lambda index: 40.0 / spec(1).gasloc.local_steps,
+        start_s=lambda index: 20.0 * index,
+    )
+    swarm = play(plan, scenario)
+    assert swarm.total("gossip_cut_short") >= 1
+    assert swarm.alone_share(3, 12) < 0.1
+    assert swarm.longest_wait() <= 4.0 + SLACK_S
