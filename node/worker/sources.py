@@ -128,8 +128,8 @@ def _field_of(row: object, field: str, where: str) -> bytes:
 
 def _of_parquet(path: Path, field: str) -> Iterator[tuple[bytes, float]]:
     try:
-        import pyarrow  # type: ignore[import-untyped,unused-ignore]
-        import pyarrow.parquet as parquet  # type: ignore[import-untyped,unused-ignore]
+        import pyarrow
+        import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow; {_INSTALL}") from error
     try:
