@@ -30,7 +30,7 @@ from peerloom.protocol.errors import (
     VersionMismatch,
 )
 from peerloom.protocol.invite import parse_invite
-from peerloom.protocol.limits import CHUNK_BYTES
+from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import (
     Accept,
     Chunk,
@@ -165,7 +165,7 @@ async def record_called(discovery: DhtDiscovery, name: str) -> PeerRecord:
 
 
 async def not_a_number(peer: Hostile, stream: ExchangeStream) -> None:
-    await stream.send(Chunk(0, struct.pack("<f", math.nan) * 256))
+    await stream.send(Chunk(0, struct.pack("<f", math.nan) * (min(peer.total_bytes, LEAST_CHUNK_BYTES) // 4)))
 
 
 async def wrong_digest(peer: Hostile, stream: ExchangeStream) -> None:
