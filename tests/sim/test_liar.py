@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peerloom.node.memory_worker import MemoryWorker
+from peerloom.protocol.types import Span
 
 from .stories import uneven
 from .swarm import Plan, Swarm, play, spec
@@ -23,8 +24,8 @@ class Liar(MemoryWorker):
     def lie(self, y: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def outbox(self) -> memoryview:
-        lie = self.lie(torch.frombuffer(bytearray(super().outbox()), dtype=torch.float32))
+    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
+        lie = self.lie(torch.frombuffer(bytearray(super().outbox(pieces)), dtype=torch.float32))
         return memoryview(lie.numpy().tobytes())
 
 
