@@ -233,6 +233,6 @@ def lock_identity(path: Path) -> IdentityLock:
             raise IdentityError(f"cannot lock {lock_path} ({error.strerror}); use a folder on a local disk") from error
         raise IdentityInUse(
             f"the identity {path} is in use by process {holder or 'unknown'}; "
-            "stop that one, or give this node an identity file of its own"
+            "stop that one, or start this one with another --home"
         ) from None
     return IdentityLock(descriptor)

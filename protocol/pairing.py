@@ -90,12 +90,8 @@ class Pairing(Protocol):
         ...
 
 
-class Rendezvous:
-    """Any peer of the view whose round is near enough, at the same fragment."""
-
-    def __init__(self, max_round_skew: int) -> None:
-        self.view: dict[PeerId, PeerSeen] = {}
-        self._skew = max_round_skew
+class _OneLeg:
+    """What the pairings with one partner a round have in common; the view is followed as it changes."""
 
     def begin(self, round: int) -> None:
         pass
@@ -115,6 +111,14 @@ class Rendezvous:
 
     def idles(self, place: Place) -> bool:
         return False
+
+
+class Rendezvous(_OneLeg):
+    """Any peer of the view whose round is near enough, at the same fragment."""
+
+    def __init__(self, max_round_skew: int) -> None:
+        self.view: dict[PeerId, PeerSeen] = {}
+        self._skew = max_round_skew
 
     def targets(self, place: Place) -> list[PeerId]:
         return list(self.view)
@@ -132,31 +136,12 @@ class Rendezvous:
         return "no other trainer could be reached" if self.view else "no other trainer"
 
 
-class Scheduled:
+class Scheduled(_OneLeg):
     """The peer that the round's matching over the view names; of the two, the lower rank offers."""
 
     def __init__(self, self_id: PeerId, run_seed: int, max_round_skew: int) -> None:
         self.view: dict[PeerId, PeerSeen] = {}
         self._self_id, self._seed, self._skew = self_id, run_seed, max_round_skew
-
-    def begin(self, round: int) -> None:
-        """The view is followed as it changes."""
-
-    def legs(self, round: int, fragment: int) -> int:
-        return 1
-
-    def weight(self, place: Place) -> float:
-        return 1.0
-
-    def swap(self, place: Place) -> plan.Swap:
-        whole = (place.fragment, place.fragment + 1)
-        return plan.Swap(whole, whole)
-
-    def met(self, place: Place) -> None:
-        pass
-
-    def idles(self, place: Place) -> bool:
-        return False
 
     def targets(self, place: Place) -> list[PeerId]:
         partner = self._reachable(place)
