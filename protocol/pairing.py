@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from peerloom.protocol import plan
 from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.messages import DeclineReason
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 

@@ -15,7 +15,7 @@ from peerloom.protocol.gossip_parts import MAX_PARKED
 from peerloom.protocol.graphs import scheduled_matching
 from peerloom.protocol.messages import DeclineReason, Offer
 from peerloom.protocol.pairing import rank
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 SEED, LAYOUT, SIZE = 7, "cd" * 32, 4096
