@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
@@ -331,6 +332,8 @@ class GossipDriver:
             await asyncio.gather(*jobs, return_exceptions=True)
             for job in jobs:
                 self._jobs.pop(job, None)
+            if exchange.incoming is not None:
+                exchange.incoming.close()
             self._break(exchange, "the stream ended")
 
     def _break(self, exchange: _Exchange, reason: str, at_fault: bool = False) -> None:
@@ -400,13 +403,14 @@ class GossipDriver:
 
     async def _write_payload(self, exchange: _Exchange, stream: ExchangeStream, pieces: Span) -> None:
         pace = Pace(stream.chunk_bytes)
-        for message in outgoing(self._worker.outbox(pieces), pace):
-            if exchange.over:
-                return
-            began = self._clock.monotonic()
-            await stream.send(message)
-            exchange.moved_at = self._clock.monotonic()
-            pace.sent(exchange.moved_at - began)
+        with closing(outgoing(self._worker.outbox(pieces), pace)) as messages:
+            for message in messages:
+                if exchange.over:
+                    return
+                began = self._clock.monotonic()
+                await stream.send(message)
+                exchange.moved_at = self._clock.monotonic()
+                pace.sent(exchange.moved_at - began)
         exchange.sent = True
         self._payloads_done(exchange)
 
