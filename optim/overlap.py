@@ -15,11 +15,12 @@ lasts through all of them, "pre" has the modes
 
 where blocking has (1 - eta c) times the last two coefficients of c = 0. "post" has, by the same reckoning,
 
-    z^2 - ((1 + gamma)(1 - alpha l) - eta c) z + gamma (1 - alpha l) = 0,  alpha l (1 + 2 gamma) + eta c < 2 (1 + gamma).
+    z^2 - ((1 + gamma)(1 - alpha l) - eta c) z + gamma (1 - alpha l) = 0,
+                                                    stable for alpha l (1 + 2 gamma) + eta c < 2 (1 + gamma).
 
-A form that adds the mixing term after the next proposal, a whole round late, has z^3 - z^2 + (alpha l - gamma) z + gamma
-= 0 without drift: at alpha l = 1, gamma = 0.3 a root of modulus 1.02, so it loses consensus where this one, with
-moduli of 0.55, does not.
+A form that adds the mixing term after the next proposal, a whole round late, has the modes z^3 - z^2 +
+(alpha l - gamma) z + gamma = 0 without drift: at alpha l = 1, gamma = 0.3 a root of modulus 1.02, so it loses consensus
+where this one, with moduli of 0.55, does not.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def simulate_overlap(
         raise ValueError(f"late is from 0 to local_steps = {local_steps}, not {late}")
     check_hyperparameters(**{"momentum": "pre", **outer})
     theta = previous = params = theta0
+    following = (theta0, theta0)
     sent: Tensor | None = None  # the y under way
     history = [theta0]
     for laplacian in [*laplacians, None]:

@@ -53,11 +53,14 @@ class Worker:
                 return
             if isinstance(request.command, messages.Interrupt):
                 continue  # it came too late: that round's steps are over
-            try:
-                value = self._obey(request.command)
-            except PeerloomError as error:
-                value = messages.Refused(type(error).__name__, str(error))
-            self._pipe.send(messages.Reply(request.id, value))
+            self._answer(request)
+
+    def _answer(self, request: messages.Request) -> None:
+        try:
+            value = self._obey(request.command)
+        except PeerloomError as error:
+            value = messages.Refused(type(error).__name__, str(error))
+        self._pipe.send(messages.Reply(request.id, value))
 
     def _receive(self) -> messages.Request:
         try:
@@ -72,7 +75,7 @@ class Worker:
         task = self._task
         if task is None:
             raise RuntimeError("the first command must be Start")
-        return task.obey(command, self._interrupted)
+        return task.obey(command, self)
 
     def _start(self, command: messages.Start) -> messages.Started:
         from peerloom.node.worker.tasks import open_task
@@ -83,18 +86,27 @@ class Worker:
     def _progress(self, what: str, share: float) -> None:
         self._pipe.send(messages.Progress(what, share))
 
-    def _interrupted(self, round: int) -> bool:
-        """Whether to end the local steps of `round` now; other commands wait for their turn."""
+    def interrupted(self, round: int) -> bool:
+        """Whether to end the local steps of `round` now; commands but a Finish that is due wait for their turn."""
         while self._pipe.poll():
-            request = self._receive()
-            match request.command:
-                case messages.Stop():
-                    raise _Over
-                case messages.Interrupt(meant):
-                    if meant == round:
-                        return True
-                case _:
-                    self._waiting.append(request)
+            if self._amid(self._receive(), round):
+                return True
+        return False
+
+    def wait(self) -> None:
+        """Takes the next command as `interrupted` does, but for an interrupt: the steps are over."""
+        self._amid(self._receive(), -1)
+
+    def _amid(self, request: messages.Request, round: int) -> bool:
+        match request.command:
+            case messages.Stop():
+                raise _Over
+            case messages.Interrupt(meant):
+                return meant == round
+            case messages.Finish() if self._task is not None and self._task.exchanging:
+                self._answer(request)
+            case _:
+                self._waiting.append(request)
         return False
 
 

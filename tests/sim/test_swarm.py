@@ -63,6 +63,16 @@ def test_scheduled_nodes_of_uneven_speed_keep_meeting() -> None:
     assert swarm.alone_share(4, 20) < 0.05  # 0.56 where one end alone offers, and the other learns nothing
 
 
+def test_overlapped_exchanges_cost_little_time_and_train_as_well() -> None:
+    blocking, overlapped = (
+        stories.rounds(8, overlap=overlap, local_steps=8, match_timeout_s=5.0) for overlap in (False, True)
+    )
+    check_trained_together(overlapped)
+    assert overlapped.alone_share(4, 20) < 0.05
+    share = [swarm.total("exchange_seconds") / swarm.total("train_seconds") for swarm in (blocking, overlapped)]
+    assert share[1] < 0.3 * share[0]
+
+
 def test_bf16() -> None:
     swarm = stories.rounds(20, encoding="bf16")
     check_trained_together(swarm)
