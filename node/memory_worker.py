@@ -16,7 +16,7 @@ import torch
 
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.pace import another_step
+from peerloom.node.worker.pace import another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span
@@ -144,6 +144,8 @@ class MemoryWorker:
         loop, first = asyncio.get_running_loop(), self._disk.cursor
         started = loop.time()
         while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc, fragment):
+            if not may_go_on(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
+                started += await self._until_finished()
             try:
                 async with asyncio.timeout(self._step_s):
                     await self._interrupted.wait()
@@ -155,11 +157,8 @@ class MemoryWorker:
             else:
                 break
         self._check()
+        started += await self._until_finished()
         seconds = loop.time() - started
-        if self._exchanging:
-            self._finished.clear()
-            await self._finished.wait()
-            self._check()
         self._propose()
         return RoundTrained(
             round=round,
@@ -170,6 +169,15 @@ class MemoryWorker:
             seconds=seconds,
             train_loss=self._loss(),
         )
+
+    async def _until_finished(self) -> float:
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        if self._exchanging:
+            self._finished.clear()
+            await self._finished.wait()
+            self._check()
+        return loop.time() - since
 
     @property
     def _exchanging(self) -> bool:

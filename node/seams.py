@@ -226,7 +226,8 @@ class WorkerPort(Protocol):
     async def train(self, round: int, fragment: int = 0) -> RoundTrained:
         """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal.
 
-        With overlap it may be called while the round before is at its exchange, and then returns after its finish().
+        With overlap it may be called while the round before is at its exchange, and then waits for its finish(), at the
+        latest before it proposes.
         """
         ...
 

@@ -50,7 +50,9 @@ class GaslocSpec(Table):
     degree: int = number(4, 2, 64, 'neighbours of a node with pairing = "regular"')
     group_size: int = number(2, 2, 64, 'nodes that take their exact mean, with pairing "scheduled" or "hypercube"')
     fragments: int = number(1, 1, 64, "parts of the model, exchanged one after the other over a round")
-    overlap: bool = choice(False, "exchange under the next local steps; what changed is added when it is over")
+    overlap: bool = choice(
+        False, "exchange beneath the next local steps, a quarter of them at most; what changed is added when it is over"
+    )
     encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
     match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
     max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")

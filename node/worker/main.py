@@ -44,6 +44,7 @@ class Worker:
         self._waiting: deque[messages.Request] = deque()
         self._task: Task | None = None
         self._over = False
+        self._interrupted = -1  # the round whose local steps are to end
 
     def run(self) -> None:
         """Obeys until the end; raises what a command raised unless it is the user's to mend."""
@@ -89,25 +90,21 @@ class Worker:
     def interrupted(self, round: int) -> bool:
         """Whether to end the local steps of `round` now; commands but a Finish that is due wait for their turn."""
         while self._pipe.poll():
-            if self._amid(self._receive(), round):
-                return True
-        return False
+            self.wait()
+        return self._interrupted == round
 
     def wait(self) -> None:
-        """Takes the next command as `interrupted` does, but for an interrupt: the steps are over."""
-        self._amid(self._receive(), -1)
-
-    def _amid(self, request: messages.Request, round: int) -> bool:
+        """Takes the next command as `interrupted` does."""
+        request = self._receive()
         match request.command:
             case messages.Stop():
                 raise _Over
-            case messages.Interrupt(meant):
-                return meant == round
+            case messages.Interrupt(round):
+                self._interrupted = round
             case messages.Finish() if self._task is not None and self._task.exchanging:
                 self._answer(request)
             case _:
                 self._waiting.append(request)
-        return False
 
 
 def die_with(parent_pid: int) -> None:

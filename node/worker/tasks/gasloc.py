@@ -23,7 +23,7 @@ from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
-from peerloom.node.worker.pace import another_step, reservations
+from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.flat import FlatParameters
@@ -223,8 +223,8 @@ class GaslocTask:
         """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.
 
         The fragment's y is in the outbox after it. With overlap the exchange before may be under way, and is waited for
-        when the steps are done: `wait` is called until one of its calls, or of `interrupted`, has led to finish().
-        Raises NonFiniteLoss, StorageError (the batch cursor), ValueError for a round or fragment that is not the next.
+        after some steps: `wait` is called until one of its calls, or of `interrupted`, has led to finish(). Raises
+        NonFiniteLoss, StorageError (the batch cursor), ValueError for a round or fragment that is not the next.
         """
         at = self._position
         following = at.round + self.exchanging
@@ -241,6 +241,8 @@ class GaslocTask:
         torch.manual_seed(self._dropout_seed(first))
         losses: list[Tensor] = []
         while another_step(len(losses), self._clock() - started, spec, fragment):
+            if not may_go_on(len(losses), self._clock() - started, spec):
+                started += self._until_finished(wait)
             if first + len(losses) == self._cursor.next:
                 self._cursor.reserve(next(sizes))
             losses.append(self._step(first + len(losses)))
@@ -250,9 +252,8 @@ class GaslocTask:
             if interrupted():
                 break
         self._cursor.give_back(first + len(losses))
+        started += self._until_finished(wait)
         seconds = self._clock() - started
-        while self.exchanging:
-            wait()
         self._last_batches = len(losses)
         self._propose(torch.stack(losses))
         return RoundTrained(
@@ -264,6 +265,13 @@ class GaslocTask:
             seconds=seconds,
             train_loss=float(torch.stack(losses).mean()),
         )
+
+    def _until_finished(self, wait: Callable[[], None]) -> float:
+        """Waits for the end of the exchange under way, if there is one; returns the seconds it took."""
+        since = self._clock()
+        while self.exchanging:
+            wait()
+        return self._clock() - since
 
     def _step(self, index: int) -> Tensor:
         at = self._position

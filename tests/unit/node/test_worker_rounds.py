@@ -13,7 +13,7 @@ import torch
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.model import build_model
-from peerloom.node.worker.pace import RESERVE, another_step, reservations
+from peerloom.node.worker.pace import RESERVE, another_step, may_go_on, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
 from peerloom.protocol.runspec import RunSpec
@@ -272,6 +272,13 @@ def test_overlap_keeps_the_steps_taken_meanwhile_and_waits_for_the_exchange(sour
     with pytest.raises(RuntimeError, match="call finish"):
         worker.save()
     assert worker.train(1, never, wait=wait).batches == spec.gasloc.local_steps
-    assert len(calls) == 2 and not torch.equal(calls[0], sent)
+    assert len(calls) == 2 and not torch.equal(calls[0], sent) and not torch.equal(worker._flat.flat, calls[1])
     with pytest.raises(ValueError, match="while round 2 is next"):
         worker.train(3, never)
+
+
+def test_a_quarter_of_the_steps_may_run_beneath_an_exchange() -> None:
+    fixed, timed = GaslocSpec(local_steps=16), GaslocSpec(round_s=8.0)
+    assert [may_go_on(done, 99.0, fixed) for done in (0, 3, 4, 16)] == [True, True, False, False]
+    assert [may_go_on(done, at, timed) for done, at in ((0, 9.0), (5, 1.9), (5, 2.0))] == [True, True, False]
+    assert may_go_on(0, 0.0, GaslocSpec(local_steps=1)) and not may_go_on(1, 0.0, GaslocSpec(local_steps=1))
