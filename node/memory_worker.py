@@ -16,7 +16,7 @@ import torch
 
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.pace import another_step
+from peerloom.node.worker.pace import another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span
@@ -51,6 +51,7 @@ class MemoryWorker:
         self._start_s = start_s
         self._disk = disk if disk is not None else MemoryDisk()
         self._interrupted = asyncio.Event()
+        self._finished = asyncio.Event()  # the exchange under local steps is over
         self._dead: str | None = None
         self._round = self._step = self._tokens = 0
 
@@ -58,6 +59,7 @@ class MemoryWorker:
         """Makes every later call raise WorkerDied."""
         self._dead = how
         self._interrupted.set()
+        self._finished.set()
 
     def kill(self) -> None:
         """Ends this life by force."""
@@ -82,6 +84,7 @@ class MemoryWorker:
         init_digest = hashlib.sha256(self._params.numpy().tobytes()).hexdigest()
         self._theta = self._params.clone()
         self._pieces = Pieces(NUMEL, spec, ALIGNMENT)
+        y = torch.zeros_like(self._params) if spec.overlap else self._params
         self._method = FragmentedGASLoC(
             self._params,
             spec.fragments,
@@ -91,12 +94,13 @@ class MemoryWorker:
             momentum=spec.momentum,
             buffers=(self._theta, self._params.clone()),
             alignment=ALIGNMENT,
+            y=y if spec.overlap else None,
         )
         size = sum(self._pieces.sizes)
         self._outbox = torch.zeros(size, dtype=torch.uint8)
         self._inbox = torch.zeros(size, dtype=torch.uint8)
         self._exchanges = Exchanges(
-            self._method, setup.spec, setup.peer_id, self._pieces, self._params, self._inbox, self._outbox
+            self._method, setup.spec, setup.peer_id, self._pieces, y, self._inbox, self._outbox
         )
         self._exchanges.remember(self._disk.distances)
         resumed = self._resume()
@@ -129,8 +133,9 @@ class MemoryWorker:
     async def train(self, round: int, fragment: int = 0) -> RoundTrained:
         """Takes the steps up to the fragment's exchange, each `step_s` long; ends early when interrupted."""
         self._check()
-        if round != self._round:
-            raise ValueError(f"asked to train round {round} while round {self._round} is next")
+        following = self._round + self._exchanging
+        if round != following:
+            raise ValueError(f"asked to train round {round} while round {following} is next")
         if fragment != self._exchanges.fragment:
             raise ValueError(f"asked to train fragment {fragment} while fragment {self._exchanges.fragment} is next")
         self._interrupted.clear()
@@ -139,6 +144,8 @@ class MemoryWorker:
         loop, first = asyncio.get_running_loop(), self._disk.cursor
         started = loop.time()
         while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc, fragment):
+            if not may_go_on(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
+                started += await self._until_finished()
             try:
                 async with asyncio.timeout(self._step_s):
                     await self._interrupted.wait()
@@ -150,6 +157,8 @@ class MemoryWorker:
             else:
                 break
         self._check()
+        started += await self._until_finished()
+        seconds = loop.time() - started
         self._propose()
         return RoundTrained(
             round=round,
@@ -157,9 +166,22 @@ class MemoryWorker:
             tokens=self._tokens,
             first_batch=first,
             batches=self._disk.cursor - first,
-            seconds=loop.time() - started,
+            seconds=seconds,
             train_loss=self._loss(),
         )
+
+    async def _until_finished(self) -> float:
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        if self._exchanging:
+            self._finished.clear()
+            await self._finished.wait()
+            self._check()
+        return loop.time() - since
+
+    @property
+    def _exchanging(self) -> bool:
+        return self._setup.spec.gasloc.overlap and self._exchanges.open
 
     def _pull(self) -> None:
         noise = torch.randn(NUMEL, generator=self._noise.manual_seed(self._own_seed + self._disk.cursor))
@@ -202,6 +224,7 @@ class MemoryWorker:
         """Mixes if told to, and steps to the next round."""
         self._check()
         mixed = self._exchanges.finish(mix)
+        self._finished.set()
         self._round += 1
         due = self._round % self._setup.spec.train.eval_every_rounds == 0
         loss = self._loss() if due else None

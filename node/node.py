@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
+from peerloom.node.place import Drained
 from peerloom.node.seams import Discovery, MessageStream, WorkerDied, WorkerPort
-from peerloom.node.trainer import Drained
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import numpy as np
-from blake3 import blake3
 
+from peerloom.node.digest import Digest
 from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
 from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
@@ -40,18 +40,21 @@ class Pace:
             self.chunk_bytes = max(self.chunk_bytes // 2 // 4 * 4, self._least)
 
 
-def outgoing(payload: memoryview, pace: Pace) -> Iterator[Chunk | PayloadEnd]:
+def outgoing(payload: memoryview, pace: Pace) -> Generator[Chunk | PayloadEnd, None, None]:
     """Cuts a payload into chunks of the pace's size, with its BLAKE3 digest at the end.
 
-    Each chunk is a view, hashed as it is handed out: encode it at once, before the worker can go on and change it.
+    Each chunk is a view, hashed once handed out: `payload` must not change before the last one. Close the generator.
     """
-    digest, offset = blake3(), 0
-    while offset < len(payload):
-        data = payload[offset : offset + pace.chunk_bytes]
-        digest.update(data)
-        yield Chunk(offset, data)
-        offset += len(data)
-    yield PayloadEnd(digest.digest())
+    digest, offset = Digest(), 0
+    try:
+        while offset < len(payload):
+            data = payload[offset : offset + pace.chunk_bytes]
+            digest.update(data)
+            yield Chunk(offset, data)
+            offset += len(data)
+        yield PayloadEnd(digest.value())
+    finally:
+        digest.close()
 
 
 def check_numbers(data: bytes | memoryview, encoding: Encoding) -> None:
@@ -104,7 +107,7 @@ class IncomingPayload:
         self._encoding = encoding
         self._scales = list(scale_spans(pieces or (len(into),), encoding))
         self._received = 0
-        self._digest = blake3()
+        self._digest = Digest()
         self.complete = False
 
     def add(self, chunk: Chunk) -> None:
@@ -137,6 +140,10 @@ class IncomingPayload:
         """Closes the payload; raises MalformedMessage when it is short, DigestMismatch when it differs."""
         if self._received != len(self._into):
             raise MalformedMessage(f"payload ended after {self._received} of {len(self._into)} bytes")
-        if self._digest.digest() != message.digest:
+        if self._digest.value() != message.digest:
             raise DigestMismatch("the payload's BLAKE3 digest is not the one announced")
         self.complete = True
+
+    def close(self) -> None:
+        """Frees what a payload left unfinished holds; safe to call twice."""
+        self._digest.close()

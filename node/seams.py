@@ -224,7 +224,11 @@ class WorkerPort(Protocol):
         ...
 
     async def train(self, round: int, fragment: int = 0) -> RoundTrained:
-        """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal."""
+        """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal.
+
+        With overlap it may be called while the round before is at its exchange, and then waits for its finish(), at the
+        latest before it proposes.
+        """
         ...
 
     async def interrupt(self) -> None:
@@ -253,6 +257,8 @@ class WorkerPort(Protocol):
 
     async def finish(self, mix: bool) -> RoundFinished:
         """Ends the round, mixing the last fragment with the inbox if `mix`; evaluates when due.
+
+        With overlap, between two local steps of the next round if that is under way, which goes on with what changed.
 
         Fragments whose turn has not come are proposed to nobody.
         """

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peerloom.optim.fragments import ALIGNMENT, fragments
 from peerloom.optim.gasloc import GASLoC, Momentum
+from peerloom.optim.overlap import OverlappedGASLoC
 
 
 def cut(numel: int, count: int, each: int, alignment: int = ALIGNMENT) -> list[slice]:
@@ -27,8 +28,9 @@ class FragmentedGASLoC:
     """One worker's outer optimizer over `params`, flat fp32, in `count` parts: `parts[f]` covers `slices[f]`.
 
     `start_round()`, then for each fragment in turn local steps, `propose(f)`, exchanges and `mix` on `parts[f]`,
-    `settled(f)`. `buffers` (theta, previous) are flat fp32 as `GASLoC`'s. Raises ValueError where the model is too
-    small to cut.
+    `settled(f)`. `buffers` (theta, previous) are flat fp32 as `GASLoC`'s. With `y`, flat fp32 too, proposals live there
+    and `params` train on while they are exchanged (`OverlappedGASLoC`). Raises ValueError where the model is too small
+    to cut.
     """
 
     def __init__(
@@ -42,21 +44,17 @@ class FragmentedGASLoC:
         momentum: Momentum,
         buffers: tuple[Tensor, Tensor],
         alignment: int = ALIGNMENT,
+        y: Tensor | None = None,
     ) -> None:
         self.slices = fragments(params.numel(), count, alignment)
         self._params, self._momentum = params.detach(), momentum
         self.theta, self.previous = (tensor.detach() for tensor in buffers)
-        self.parts = [
-            GASLoC(
-                self._params[part],
-                eta=eta,
-                alpha=alpha,
-                gamma=gamma,
-                momentum=momentum,
-                buffers=(self.theta[part], self.previous[part]),
-            )
-            for part in self.slices
-        ]
+        hyper: dict[str, Any] = {"eta": eta, "alpha": alpha, "gamma": gamma, "momentum": momentum}
+        self.parts: list[GASLoC] = []
+        for part in self.slices:
+            hyper["buffers"] = (self.theta[part], self.previous[part])
+            live = self._params[part]
+            self.parts.append(GASLoC(live, **hyper) if y is None else OverlappedGASLoC(live, y[part], **hyper))
         self._running = [False] * count  # in local steps or at the exchange
 
     def start_round(self) -> None:
@@ -65,7 +63,8 @@ class FragmentedGASLoC:
             self._start(fragment)
 
     def propose(self, fragment: int) -> Tensor:
-        """Ends a fragment's local steps: its y, a view of `params`."""
+        """Ends a fragment's local steps: its y, a view of `params`, or of `y`."""
+        self._start(fragment)  # overlapped steps have begun before their round did
         return self.parts[fragment].proposal()
 
     def settled(self, fragment: int) -> None:

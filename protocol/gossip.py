@@ -14,11 +14,11 @@ train, and what is parked stays through an exchange for the next round; what arr
 A partner met again and again is left aside for a while when others may come: see `company.py`. A node whose last round
 ended alone ends its local steps early for a peer that waits: see `_meet_the_waiting`.
 
-Scheduled. The partner follows from (seed, round, live view); the lower rank offers. An offer for a round ahead is held.
+Planned. Under every other pairing the partner follows from (seed, round, live view). Both ends offer, so that each
+learns at once when the other is past the round, or has settled on other matchings. An offer for a round ahead is held.
 
 Turns. Where the spec has legs or fragments, a round is several exchanges, each decided as a round is: the offer names
-fragment, leg and weight, FinishRound ends one turn, and a leg waits for those whom an earlier leg may have kept. Both
-ends offer, so that each learns at once when the other is past the leg, or has settled on other matchings.
+fragment, leg and weight, FinishRound ends one turn, and a leg waits for those whom an earlier leg may have kept.
 
 Time, with M = match_timeout_s: seeking ends at 0.75 M, an offer waits at most 0.25 M for an answer, and once engaged
 nobody waits longer than 0.25 M for a byte, the commit or the ack: so M for a partner that is not there, and the time in
@@ -146,7 +146,7 @@ class GossipMachine(Moves):
             if "retry" not in self._out.timers:
                 pause = RETRY_SHARE * self._spec.match_timeout_s * 2 ** min(self._retries, 3)
                 self._out.set_timer("retry", self._now + pause * (0.5 + self._rng.random()))
-        elif not self._book.sent and self._stale is None and not self._pairing.awaits(self._place, self._excluded):
+        elif not self._book.sent and self._stale is None:
             idle = self._pairing.idles(self._place)
             self._finish_alone(self._pairing.why_alone(self._place), "gossip_idle" if idle else "gossip_alone")
 

@@ -13,7 +13,7 @@ DeclineReason = Literal[
     "busy",  # engaged with somebody else
     "crossed",  # both offered at once; the other offer goes on
     "round",  # too far apart in rounds, or not the scheduled round
-    "partner",  # scheduled pairing names another partner
+    "partner",  # the matching names another partner
     "plan",  # as "partner" or with another weight, and the round's matchings are settled here: no use to ask again
     "incompatible",  # layout or encoding differ
     "refused",  # this peer is being left alone for a while

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from peerloom.protocol import graphs
 from peerloom.protocol.graphs import Edge, Leg
-from peerloom.protocol.spec_gasloc import GaslocSpec
+from peerloom.protocol.spec_gasloc import ONE_PARTNER, GaslocSpec
 from peerloom.protocol.stability import FIXED, sequence_leg
 from peerloom.protocol.types import Span
 
@@ -36,8 +36,7 @@ def pieces(spec: GaslocSpec) -> int:
 
 def is_plain(spec: GaslocSpec) -> bool:
     """Whether every round has the one exchange of weight 1 of the basic form."""
-    one = spec.pairing in ("rendezvous", "scheduled", "exponential")
-    return one and spec.fragments == 1 and not in_sequence(spec)
+    return spec.pairing in ONE_PARTNER and spec.fragments == 1 and not in_sequence(spec)
 
 
 @lru_cache(maxsize=256)

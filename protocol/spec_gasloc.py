@@ -12,6 +12,7 @@ from peerloom.protocol.stability import Weights, alpha_bound, default_tuning, pa
 from peerloom.protocol.types import Encoding
 
 PAIR_EIGENVALUE = 1.0  # largest of the one-edge Laplacian 1/2 (e_i - e_j)(e_i - e_j)^T
+ONE_PARTNER = ("rendezvous", "scheduled", "exponential")  # the pairings with one exchange of weight 1 a round
 GROUPED = ("scheduled", "hypercube")  # the pairings that may form groups
 
 Pairing = Literal[
@@ -49,6 +50,9 @@ class GaslocSpec(Table):
     degree: int = number(4, 2, 64, 'neighbours of a node with pairing = "regular"')
     group_size: int = number(2, 2, 64, 'nodes that take their exact mean, with pairing "scheduled" or "hypercube"')
     fragments: int = number(1, 1, 64, "parts of the model, exchanged one after the other over a round")
+    overlap: bool = choice(
+        False, "exchange beneath the next local steps, a quarter of them at most; what changed is added when it is over"
+    )
     encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
     match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
     max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
@@ -62,6 +66,12 @@ class GaslocSpec(Table):
         if self.fragments > 1 and self.round_s:
             yield Fault(
                 ("fragments", "round_s"), f"{self.fragments}: must be 1 with round_s, which has no steps to cut them by"
+            )
+        if self.overlap and (self.fragments > 1 or self.group_size > 2 or self.pairing not in ONE_PARTNER):
+            yield Fault(
+                ("overlap", "pairing", "group_size", "fragments"),
+                "true: must be false but with one partner and one fragment a round: "
+                f"pairing {', '.join(map(repr, ONE_PARTNER))}, group_size = 2, fragments = 1",
             )
         if self.fragments > self.local_steps:
             yield Fault(
@@ -80,7 +90,8 @@ class GaslocSpec(Table):
             yield from self._unstable()
 
     def _unstable(self) -> Iterator[Fault]:
-        gamma, momentum, about = self.gamma, self.momentum, ("alpha", "gamma", "momentum")
+        gamma, momentum = self.gamma, self.momentum
+        about: tuple[str, ...] = ("alpha", "gamma", "momentum")
         if self.pairing == "complete" and self.weights == "unit":
             yield Fault(
                 ("weights", "pairing"),
@@ -95,13 +106,17 @@ class GaslocSpec(Table):
             weights=self.weights,
             degree=self.degree,
             group_size=self.group_size,
+            pull=self.eta if self.overlap else 0.0,
         )
         if limit is None:
             return
-        pair = self.alpha >= stable_alpha(gamma, momentum)
+        pair = self.alpha >= pair_bound(gamma, PAIR_EIGENVALUE, momentum, self.eta if self.overlap else 0.0)
         what = "a pair diverges" if pair else f"pairing = {self.pairing!r} loses consensus"
-        bound = f"must be below {limit:.6g}" if limit else "no alpha is stable; lower gamma"
-        yield Fault(about, f"{self.alpha}: {what}; {bound} with gamma = {gamma} and momentum = {momentum!r}")
+        bound = f"must be below {limit:.6g}" if limit else f"no alpha is stable; lower {'eta' if pair else 'gamma'}"
+        given = f"gamma = {gamma} and momentum = {momentum!r}"
+        if self.overlap:
+            about, given = (*about, "eta", "overlap"), f"overlap, eta = {self.eta}, {given}"
+        yield Fault(about, f"{self.alpha}: {what}; {bound} with {given}")
 
     @staticmethod
     def implied(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,11 @@ Disagreement without drift is linear. With W = I - alpha Lambda a round is, for 
 
 A fixed graph is decided by Lambda's largest eigenvalue, random matchings and groups by their second moments, and a
 sequence by what is left of a disagreement after many periods.
+
+Overlap. Where an exchange lasts through the next local steps, these begin at theta, not at W theta, and may take a
+disagreement back by a share c of it, times eta: theta' is then less by `pull` theta, 0 <= pull <= eta, for some part of
+the parameters. What is stable without a pull and with all of it is taken for stable (for a pair it is: the conditions
+are linear in the pull). Overlap goes with one partner a round alone, so random matchings and groups have no pull here.
 """
 
 from __future__ import annotations
@@ -27,9 +32,13 @@ MOST_ALPHA = 4.0
 WELL_DAMPED = 1.25  # alpha times the largest eigenvalue: near the best rate of "post" from rings to dense graphs
 
 
-def pair_bound(gamma: float, l_max: float, momentum: Momentum) -> float:
-    """A fixed graph is stable for 0 < alpha < this: modes z^2 - (1 - alpha l + gamma) z + gamma = 0 for "pre"."""
-    plain = 2 * (1 + gamma) / l_max
+def pair_bound(gamma: float, l_max: float, momentum: Momentum, pull: float = 0.0) -> float:
+    """A fixed graph is stable for 0 < alpha < this.
+
+    Modes: z^2 - (1 - alpha l + gamma - pull) z + gamma = 0 for "pre",
+    z^2 - ((1 + gamma)(1 - alpha l) - pull) z + gamma (1 - alpha l) = 0 for "post".
+    """
+    plain = max(0.0, 2 * (1 + gamma) - pull) / l_max
     return plain if momentum == "pre" else plain / (1 + 2 * gamma)
 
 
@@ -42,42 +51,53 @@ def largest_eigenvalue(pairing: str, weights: Weights, degree: int) -> float:
 
 
 def alpha_bound(
-    pairing: str, alpha: float, gamma: float, momentum: Momentum, *, weights: Weights, degree: int, group_size: int
+    pairing: str,
+    alpha: float,
+    gamma: float,
+    momentum: Momentum,
+    *,
+    weights: Weights,
+    degree: int,
+    group_size: int,
+    pull: float = 0.0,
 ) -> float | None:
-    """The mixing rate from which this topology diverges, where `alpha` is at or past it; 0 where any rate does."""
+    """The mixing rate from which this topology diverges, where `alpha` is at or past it; 0 where any rate does.
+
+    `pull` is eta where exchanges overlap with local steps, which only pairings with one partner a round allow.
+    """
     if pairing in FIXED:
         l_max = largest_eigenvalue(pairing, weights, degree)
         bound = pair_bound(gamma, l_max, momentum) if l_max < math.inf else 0.0
         return bound if alpha >= bound else None
-    pair = pair_bound(gamma, 1.0, momentum)
+    pair = pair_bound(gamma, 1.0, momentum, pull)
     if alpha >= pair:
         return pair
     if group_size == 2 and pairing in ("rendezvous", "scheduled"):
         return None  # of one pair; what random partners do beyond it is measured, not derived
-    stable = _stable(pairing, alpha, gamma, momentum, group_size)
-    return None if stable else _largest(pairing, gamma, momentum, group_size)
+    stable = _stable(pairing, alpha, gamma, momentum, group_size, pull)
+    return None if stable else _largest(pairing, gamma, momentum, group_size, pull)
 
 
 @lru_cache(maxsize=256)
-def _stable(pairing: str, alpha: float, gamma: float, momentum: Momentum, group_size: int) -> bool:
+def _stable(pairing: str, alpha: float, gamma: float, momentum: Momentum, group_size: int, most_pull: float) -> bool:
     if pairing in SEQUENCES and group_size == 2:
-        return all(_fades(pairing, n, alpha, gamma, momentum) for n in SIZES)
+        return all(_fades(pairing, n, alpha, gamma, momentum, pull) for n in SIZES for pull in {0.0, most_pull})
     return _random_rate(alpha, gamma, momentum, 2 if pairing == "two_peer" else 1, group_size) < 1
 
 
 @lru_cache(maxsize=256)
-def _largest(pairing: str, gamma: float, momentum: Momentum, group_size: int) -> float:
+def _largest(pairing: str, gamma: float, momentum: Momentum, group_size: int, pull: float) -> float:
     """By bisection, to 0.01."""
     low, high = 0.01, MOST_ALPHA
-    if not _stable(pairing, low, gamma, momentum, group_size):
+    if not _stable(pairing, low, gamma, momentum, group_size, pull):
         return 0.0
     while high - low > 0.01:
         middle = (low + high) / 2
-        low, high = (middle, high) if _stable(pairing, middle, gamma, momentum, group_size) else (low, middle)
+        low, high = (middle, high) if _stable(pairing, middle, gamma, momentum, group_size, pull) else (low, middle)
     return round(high, 2)
 
 
-def _fades(pairing: str, n: int, alpha: float, gamma: float, momentum: Momentum) -> bool:
+def _fades(pairing: str, n: int, alpha: float, gamma: float, momentum: Momentum, pull: float = 0.0) -> bool:
     """Whether a disagreement of n nodes shrinks, in the long run, under a sequence of matchings."""
     if pairing == "hypercube" and n & (n - 1):
         return True  # a swarm of that size takes the Base-2 graph
@@ -91,7 +111,8 @@ def _fades(pairing: str, n: int, alpha: float, gamma: float, momentum: Momentum)
             mixed[i] -= moved
             mixed[j] += moved
         carried = theta if momentum == "pre" else mixed
-        theta, previous = [m + gamma * (c - p) for m, c, p in zip(mixed, carried, previous, strict=True)], carried
+        together = zip(theta, mixed, carried, previous, strict=True)
+        theta, previous = [m + gamma * (c - p) - pull * t for t, m, c, p in together], carried
         theta, previous = _centred(theta), _centred(previous)  # else rounding in the mean is all that is left
         size = math.sqrt(sum(x * x for x in theta) + sum(x * x for x in previous))
         if size < 1e-12:

@@ -322,6 +322,7 @@ def write_run(
     local_steps: int = 4,
     match_timeout_s: float = 3.0,
     clip_radius: float = 2.0,
+    overlap: bool = False,
 ) -> Path:
     """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path."""
     words = "the of and to in is was he for it with as his on be at by had not are but from or have".split()
@@ -353,6 +354,7 @@ local_steps = {local_steps}
 pairing = "{pairing}"
 match_timeout_s = {match_timeout_s}
 clip_radius = {clip_radius}
+overlap = {str(overlap).lower()}
 max_round_skew = 1000000
 """)
     return run

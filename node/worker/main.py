@@ -44,6 +44,7 @@ class Worker:
         self._waiting: deque[messages.Request] = deque()
         self._task: Task | None = None
         self._over = False
+        self._interrupted = -1  # the round whose local steps are to end
 
     def run(self) -> None:
         """Obeys until the end; raises what a command raised unless it is the user's to mend."""
@@ -53,11 +54,14 @@ class Worker:
                 return
             if isinstance(request.command, messages.Interrupt):
                 continue  # it came too late: that round's steps are over
-            try:
-                value = self._obey(request.command)
-            except PeerloomError as error:
-                value = messages.Refused(type(error).__name__, str(error))
-            self._pipe.send(messages.Reply(request.id, value))
+            self._answer(request)
+
+    def _answer(self, request: messages.Request) -> None:
+        try:
+            value = self._obey(request.command)
+        except PeerloomError as error:
+            value = messages.Refused(type(error).__name__, str(error))
+        self._pipe.send(messages.Reply(request.id, value))
 
     def _receive(self) -> messages.Request:
         try:
@@ -72,7 +76,7 @@ class Worker:
         task = self._task
         if task is None:
             raise RuntimeError("the first command must be Start")
-        return task.obey(command, self._interrupted)
+        return task.obey(command, self)
 
     def _start(self, command: messages.Start) -> messages.Started:
         from peerloom.node.worker.tasks import open_task
@@ -83,19 +87,24 @@ class Worker:
     def _progress(self, what: str, share: float) -> None:
         self._pipe.send(messages.Progress(what, share))
 
-    def _interrupted(self, round: int) -> bool:
-        """Whether to end the local steps of `round` now; other commands wait for their turn."""
+    def interrupted(self, round: int) -> bool:
+        """Whether to end the local steps of `round` now; commands but a Finish that is due wait for their turn."""
         while self._pipe.poll():
-            request = self._receive()
-            match request.command:
-                case messages.Stop():
-                    raise _Over
-                case messages.Interrupt(meant):
-                    if meant == round:
-                        return True
-                case _:
-                    self._waiting.append(request)
-        return False
+            self.wait()
+        return self._interrupted == round
+
+    def wait(self) -> None:
+        """Takes the next command as `interrupted` does."""
+        request = self._receive()
+        match request.command:
+            case messages.Stop():
+                raise _Over
+            case messages.Interrupt(round):
+                self._interrupted = round
+            case messages.Finish() if self._task is not None and self._task.exchanging:
+                self._answer(request)
+            case _:
+                self._waiting.append(request)
 
 
 def die_with(parent_pid: int) -> None:

@@ -6,7 +6,7 @@
 | theta | fp32: the round's start point; a donor's state before `adopt` | worker; daemon for `adopt` |
 | previous | fp32: y_{t-1} (momentum "pre") or x_{t-1} ("post") | worker |
 | inbox | the partner's encoded y | daemon |
-| outbox | this node's encoded y; for fp32 it is the params region itself | worker |
+| outbox | this node's encoded y; for fp32 without overlap it is the params region itself | worker |
 
 The block has no name anywhere (a memfd, or a file unlinked at once), so nothing is left after kill -9 of both ends.
 """

@@ -8,6 +8,7 @@ from peerloom.optim.fragments import offset
 from peerloom.protocol.spec_gasloc import GaslocSpec
 
 RESERVE = 16  # batches reserved at a time in a timed round, at least: a reservation costs an fsync
+BENEATH = 0.25  # of the local steps: what may run beneath an exchange; see `may_go_on`
 MAX_STEPS = 10**6  # a round, as for local_steps
 
 
@@ -25,6 +26,16 @@ def another_step(done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 
     if not spec.round_s:
         return done < steps_before(fragment, spec)
     return done == 0 or (done < MAX_STEPS and elapsed_s * (done + 1) / done <= spec.round_s)
+
+
+def may_go_on(done: int, elapsed_s: float, spec: GaslocSpec) -> bool:
+    """Whether another step may run while the exchange of the round before is under way, after at least one.
+
+    Loss bounds it: in tests/benchmarks/gasloc (16 workers, 320 steps, H = 16, one random peer) an exchange over 4 of
+    the 16 next steps moved the final loss by -0.1 to +0.1 %, over 8 by +1.0 to +1.4 %, over 15 by +2.2 %.
+    """
+    beneath = elapsed_s / spec.round_s if spec.round_s else done / spec.local_steps
+    return done == 0 or beneath < BENEATH
 
 
 def reservations(spec: GaslocSpec, last_round: int, fragment: int = 0) -> Iterator[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from peerloom.protocol.types import Encoding
@@ -20,6 +21,7 @@ from tests.benchmarks.rows import Row, main, median
 
 MB = 1e6
 QUICK_NUMEL, NUMEL = 25_000_000, 100_000_000
+ENCODINGS: tuple[Encoding, ...] = ("fp32", "bf16", "int8")
 QUICK_TURNS, TURNS, FULL_TURNS = 3, 5, 15
 ROUNDS = 3  # a turn; the first, in which the two ends meet, is not counted
 
@@ -32,12 +34,17 @@ def product_pair(stack: ExitStack, numel: int, encoding: Encoding) -> tuple[Ends
     return ends, ends.turn("measure memory")
 
 
-def bare_pair(stack: ExitStack, payload_bytes: int) -> Callable[[int], list[Any]]:
-    """A turn of bare grpc: a server and a client, a call a round."""
-    server = stack.enter_context(Ends(exchange_ends.bare_server, [(payload_bytes,)]))
-    client = stack.enter_context(Ends(exchange_ends.bare_client, [(payload_bytes,)]))
+def bare_pair(stack: ExitStack) -> Callable[[int, int], list[Any]]:
+    """Turns of bare grpc, a call a round: (bytes each way, rounds)."""
+    server = stack.enter_context(Ends(exchange_ends.bare_server, [()]))
+    client = stack.enter_context(Ends(exchange_ends.bare_client, [()]))
     client.tell(server.answers())
-    return client.turn
+
+    def turn(payload_bytes: int, rounds: int) -> list[Any]:
+        client.tell([payload_bytes])
+        return client.turn(rounds)
+
+    return turn
 
 
 def hivemind_pair(stack: ExitStack, numel: int) -> Callable[[int], list[Any]]:
@@ -52,49 +59,62 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     numel = QUICK_NUMEL if arguments.quick else NUMEL
     turns = QUICK_TURNS if arguments.quick else FULL_TURNS if arguments.full else TURNS
     seconds: dict[str, list[float]] = {}
+    pairs: dict[str, Callable[[int], list[Any]]] = {}
+    peaks: dict[str, int] = {}
     with ExitStack() as stack:
-        fp32, peaks = product_pair(stack, numel, "fp32")
-        bf16, _ = product_pair(stack, numel, "bf16")
-        pairs = {
-            "fp32": fp32.turn,
-            "grpc": bare_pair(stack, 4 * numel),
-            "bf16": bf16.turn,
-            "grpc, half": bare_pair(stack, 2 * numel),
-            "hivemind": hivemind_pair(stack, numel),
-        }
+        bare = bare_pair(stack)
+        for encoding in ENCODINGS:
+            ends, each = product_pair(stack, numel, encoding)
+            pairs[encoding], peaks[encoding] = ends.turn, max(each)
+            pairs[bare_of(encoding)] = partial(bare, payload_bytes(numel, encoding))
+        pairs["hivemind"] = hivemind_pair(stack, numel)
         for _ in range(turns):
             for name, turn in pairs.items():
                 seconds.setdefault(name, []).extend(turn(ROUNDS)[0])
-    return rows(numel, {name: median(each) for name, each in seconds.items()}, max(peaks), turns)
+    return rows(numel, {name: median(each) for name, each in seconds.items()}, peaks["fp32"], turns)
+
+
+def bare_of(encoding: Encoding) -> str:
+    """The name of the bare pair that moves as many bytes."""
+    return f"grpc, {encoding}"
+
+
+def payload_bytes(numel: int, encoding: Encoding) -> int:
+    """How many bytes each end sends."""
+    return len(exchange_ends.encoded(numel, encoding))
 
 
 def rows(numel: int, seconds: dict[str, float], peak_bytes: int, turns: int) -> list[Row]:
     """The rows, from median seconds a round by pair, and the larger peak of the two ends."""
-    copy = 4 * numel
     setting = (
         f"two processes, {numel / 1e6:g} M parameters each way at once, loopback, TLS, median of "
         f"{turns * (ROUNDS - 1)} exchanges in {turns} turns, from the end of one exchange to the end of the next"
     )
+    against_hivemind = (
+        f"{setting}; DecentralizedAverager, no compression, timed from the trigger, matchmaking left out"
+    )
+    fp32, bf16, int8 = (_against_grpc(numel, encoding, seconds, setting) for encoding in ENCODINGS)
     return [
-        _rate("fp32_vs_grpc", 2 * copy, seconds, "fp32", "grpc", f"{setting}; bare grpc.aio, 1 MiB messages"),
-        _rate(
-            "fp32_vs_hivemind",
-            2 * copy,
-            seconds,
-            "fp32",
-            "hivemind",
-            f"{setting}; DecentralizedAverager, no compression, timed from the trigger, matchmaking left out",
-        ),
-        _rate("bf16_vs_grpc", copy, seconds, "bf16", "grpc, half", f"{setting}; bare grpc.aio, 1 MiB messages"),
+        fp32,
+        _rate("fp32_vs_hivemind", 2 * payload_bytes(numel, "fp32"), seconds, "fp32", "hivemind", against_hivemind),
+        bf16,
+        int8,
         Row(
             name="peak_copies",
-            value=peak_bytes / copy,
+            value=peak_bytes / payload_bytes(numel, "fp32"),
             unit="model copies",
             baseline="one copy",
             baseline_value=1.0,
             setting="peak of the daemon's resident memory in its first fp32 exchange, the inbox included, over before",
         ),
     ]
+
+
+def _against_grpc(numel: int, encoding: Encoding, seconds: dict[str, float], setting: str) -> Row:
+    size = payload_bytes(numel, encoding)
+    compared = f"{setting}; {size / MB:.1f} MB of {encoding} each way against a bare grpc.aio stream of as many bytes"
+    name = f"{encoding}_vs_grpc"
+    return _rate(name, 2 * size, seconds, encoding, bare_of(encoding), f"{compared} in 1 MiB messages")
 
 
 def _rate(name: str, both_ways: int, seconds: dict[str, float], ours: str, theirs: str, setting: str) -> Row:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from peerloom.node.clock import SystemClock
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
+from peerloom.node.payload import INT8_BLOCK
 from peerloom.node.tls import make_certificate
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.port import WorkerProcess
@@ -33,10 +35,19 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import Encoding, NodeStatus, PeerId, PeerRecord
 from tests.benchmarks.ends import on_uvloop, received
 
-ITEM_BYTES: dict[Encoding, int] = {"fp32": 4, "bf16": 2}
 MATCH_TIMEOUT_S = 120.0  # a stall of a busy machine must not break a measured exchange
 LAYOUT = "00" * 32
-FILL = 0.5  # a parameter: both encodings hold it
+FILL = 0.5  # a parameter: every encoding holds it
+
+
+def encoded(numel: int, encoding: Encoding) -> np.ndarray[Any, Any]:
+    """So many parameters of FILL as they are sent."""
+    if encoding == "fp32":
+        return np.full(numel, FILL, "<f4").view(np.uint8)
+    if encoding == "bf16":
+        return np.full(numel, np.float32(FILL).view(np.uint32) >> 16, "<u2").view(np.uint8)
+    scales = np.full(-(-numel // INT8_BLOCK), FILL / 127, "<f4")
+    return np.concatenate((scales.view(np.uint8), np.full(numel, 127, np.uint8)))
 
 
 class StubWorker(WorkerProcess):
@@ -44,11 +55,10 @@ class StubWorker(WorkerProcess):
 
     def __init__(self, numel: int, encoding: Encoding) -> None:
         super().__init__()
-        layout = BlockLayout(numel, numel * ITEM_BYTES[encoding], own_outbox=encoding != "fp32")
+        payload = encoded(numel, encoding)
+        layout = BlockLayout(numel, len(payload), own_outbox=encoding != "fp32")
         self._block = SharedBlock(anonymous_file(), layout, create=True)
-        out = self._block.view("outbox")
-        values = np.frombuffer(out, dtype="<f4" if encoding == "fp32" else "<u2")
-        values[:] = FILL if encoding == "fp32" else np.float32(FILL).view(np.uint32) >> 16
+        self._block.view("outbox")[:] = payload.data
 
 
 class ProductEnd:
@@ -149,19 +159,19 @@ async def _product(pipe: Connection[Any, Any], numel: int, encoding: Encoding) -
         before = reset_peak()
         await end.round()
         pipe.send(peak_rss() - before)
-        await answer_turns(pipe, end.round)
+        while True:
+            await answer_turn(pipe, end.round)
     finally:
         await end.stop()
 
 
-async def answer_turns(pipe: Connection[Any, Any], one_round: Callable[[], Awaitable[None]]) -> None:
-    """For each number received: so many rounds, and the seconds of all but the first, in which the ends meet."""
-    while True:
-        times = []
-        for _ in range(await received(pipe)):
-            await one_round()
-            times.append(time.perf_counter())
-        pipe.send([after - before for before, after in zip(times, times[1:], strict=False)])
+async def answer_turn(pipe: Connection[Any, Any], one_round: Callable[[], Awaitable[None]]) -> None:
+    """Takes a number of rounds, plays them, answers the seconds of all but the first, in which the ends meet."""
+    times = []
+    for _ in range(await received(pipe)):
+        await one_round()
+        times.append(time.perf_counter())
+    pipe.send([after - before for before, after in zip(times, times[1:], strict=False)])
 
 
 def reset_peak() -> int:
@@ -188,18 +198,16 @@ BARE_METHOD = "/bare.Bare/Both"
 MESSAGE = 1 << 20
 
 
-def bare_server(pipe: Connection[Any, Any], payload_bytes: int) -> None:
-    """Sends its port and certificate, then answers turns, in step with the client."""
-    on_uvloop(_bare_server(pipe, payload_bytes))
+def bare_server(pipe: Connection[Any, Any]) -> None:
+    """Sends its port and certificate, then serves until the pipe ends."""
+    on_uvloop(_bare_server(pipe))
 
 
-async def _bare_server(pipe: Connection[Any, Any], payload_bytes: int) -> None:
+async def _bare_server(pipe: Connection[Any, Any]) -> None:
     import grpc
 
-    message, count = bytes(range(256)) * (MESSAGE // 256), -(-payload_bytes // MESSAGE)
-
     async def both(_: object, context: Any) -> None:
-        await _send_and_take(context, message, count)
+        await _send_and_take(context, int.from_bytes(await context.read()))
 
     certificate = make_certificate(time.time())
     server = grpc.aio.server()
@@ -211,9 +219,7 @@ async def _bare_server(pipe: Connection[Any, Any], payload_bytes: int) -> None:
     await server.start()
     try:
         pipe.send((port, certificate.der))
-        while True:
-            await received(pipe)
-            pipe.send([])  # the client has the figures
+        await received(pipe)
     finally:
         await server.stop(None)
 
@@ -225,39 +231,44 @@ def _as_method(both: Callable[[object, Any], Awaitable[None]]) -> Callable[[obje
     return method
 
 
-def bare_client(pipe: Connection[Any, Any], payload_bytes: int) -> None:
-    """Takes the server's port and certificate, then answers turns: each round is one bidirectional call."""
-    on_uvloop(_bare_client(pipe, payload_bytes))
+def bare_client(pipe: Connection[Any, Any]) -> None:
+    """Takes the server's port and certificate, then for each payload's length a turn: a bidirectional call a round."""
+    on_uvloop(_bare_client(pipe))
 
 
-async def _bare_client(pipe: Connection[Any, Any], payload_bytes: int) -> None:
+async def _bare_client(pipe: Connection[Any, Any]) -> None:
     import grpc
 
     from peerloom.node.tls import TARGET_NAME, pinned_pem
 
-    message, count = bytes(range(256)) * (MESSAGE // 256), -(-payload_bytes // MESSAGE)
     port, der = await received(pipe)
     credentials = grpc.ssl_channel_credentials(root_certificates=pinned_pem(der))
     options = (("grpc.ssl_target_name_override", TARGET_NAME),)
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
 
-        async def one_call() -> None:
+        async def one_call(payload_bytes: int) -> None:
             call: Any = channel.stream_stream(BARE_METHOD)()
-            await _send_and_take(call, message, count)
+            await call.write(payload_bytes.to_bytes(8))
+            await _send_and_take(call, payload_bytes)
             await call.done_writing()
             await call.code()
 
-        await one_call()
-        await answer_turns(pipe, one_call)
+        await one_call(MESSAGE)
+        while True:
+            payload_bytes = await received(pipe)
+            await answer_turn(pipe, partial(one_call, payload_bytes))
 
 
-async def _send_and_take(stream: Any, message: bytes, count: int) -> None:
+async def _send_and_take(stream: Any, payload_bytes: int) -> None:
+    message, (whole, rest) = bytes(range(256)) * (MESSAGE // 256), divmod(payload_bytes, MESSAGE)
+
     async def send() -> None:
-        for _ in range(count):
+        for _ in range(whole):
             await stream.write(message)
+        await stream.write(message[:rest])
 
     async def take() -> None:
-        for _ in range(count):
+        for _ in range(whole + 1):
             await stream.read()
 
     await asyncio.gather(send(), take())

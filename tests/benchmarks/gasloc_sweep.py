@@ -88,6 +88,10 @@ FURTHER = (
     outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre"), OUTER),
     outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
     outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
+    *(
+        outer(Setting(label=f"overlapped GASLoC 1-peer H=16, {late} steps", partners="1peer", delay=late), OUTER)
+        for late in (4, 8, 15)
+    ),
 )
 FAMILIES = LOCAL_STEPS + EVERY_STEP + FURTHER
 

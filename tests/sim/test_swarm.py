@@ -57,6 +57,22 @@ def test_scheduled_nodes_of_one_speed() -> None:
     assert stories.rounds(20, even=True, pairing="scheduled", match_timeout_s=20.0).text() == swarm.text()
 
 
+def test_scheduled_nodes_of_uneven_speed_keep_meeting() -> None:
+    swarm = stories.rounds(6, pairing="scheduled", match_timeout_s=5.0, local_steps=8)
+    check_trained_together(swarm)
+    assert swarm.alone_share(4, 20) < 0.05  # 0.56 where one end alone offers, and the other learns nothing
+
+
+def test_overlapped_exchanges_cost_little_time_and_train_as_well() -> None:
+    blocking, overlapped = (
+        stories.rounds(8, overlap=overlap, local_steps=8, match_timeout_s=5.0) for overlap in (False, True)
+    )
+    check_trained_together(overlapped)
+    assert overlapped.alone_share(4, 20) < 0.05
+    share = [swarm.total("exchange_seconds") / swarm.total("train_seconds") for swarm in (blocking, overlapped)]
+    assert share[1] < 0.6 * share[0]
+
+
 def test_bf16() -> None:
     swarm = stories.rounds(20, encoding="bf16")
     check_trained_together(swarm)

@@ -20,7 +20,8 @@ from tests.benchmarks.rows import Row
 
 KEYS = {"name", "value", "unit", "baseline", "baseline_value", "ratio", "setting"}
 TURNS = [Turn(900.0, 0.9, 0.06, 0.04), Turn(950.0, 0.95, 0.03, 0.02)]
-SECONDS = {"fp32": 0.5, "bf16": 0.25, "grpc": 0.4, "grpc, half": 0.2, "hivemind": 2.0}
+BARE_SECONDS = {"grpc, fp32": 0.4, "grpc, bf16": 0.2, "grpc, int8": 0.1}
+SECONDS = {"fp32": 0.5, "bf16": 0.25, "int8": 0.2, **BARE_SECONDS, "hivemind": 2.0}
 
 
 def overhead_rows() -> list[Row]:
@@ -54,7 +55,7 @@ def test_each_runs_alone_and_names_its_flags(
     ("made", "names"),
     [
         (overhead_rows, ["tokens_per_s", "daemon_rss", "join_to_first_step"]),
-        (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "peak_copies"]),
+        (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "int8_vs_grpc", "peak_copies"]),
         (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
     ],
 )
@@ -85,9 +86,10 @@ def test_rows_are_written_as_the_design_says(
 
 def test_the_figures_of_the_rows() -> None:
     assert [round(row.ratio, 6) for row in overhead_rows()] == [0.925, 1.5, 2.0]
-    rate, against_hivemind, bf16, peak = exchange_rows()
+    rate, against_hivemind, bf16, int8, peak = exchange_rows()
     assert (rate.value, rate.baseline_value) == (400.0, 500.0)
     assert (against_hivemind.ratio, bf16.value, bf16.baseline_value, peak.value) == (4.0, 400.0, 500.0, 1.1)
+    assert (round(int8.value), int8.ratio) == (258, 0.5)  # a scale every 128 numbers comes along
     assert [row.value for row in dht_rows()[:2]] == [20.0, 30.0]
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
+from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
 
 
@@ -20,8 +21,13 @@ class Task(Protocol):
         """What start() answers."""
         ...
 
-    def obey(self, command: messages.Command, interrupted: Callable[[int], bool]) -> object:
-        """Carries out one command; `interrupted(round)` says whether that round's local steps are to end."""
+    @property
+    def exchanging(self) -> bool:
+        """Whether a Finish is due while Train is carried out: for the round before, whose exchange is under way."""
+        ...
+
+    def obey(self, command: messages.Command, between: Between) -> object:
+        """Carries out one command; `between` is called between local steps."""
         ...
 
 

@@ -17,12 +17,13 @@ from peerloom.node import checkpoint
 from peerloom.node.cursor import BatchCursor
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
+from peerloom.node.worker.between import Between
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
-from peerloom.node.worker.pace import another_step, reservations
+from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.flat import FlatParameters
@@ -97,7 +98,8 @@ class GaslocTask:
         gasloc = self._spec.gasloc
         numel = FlatParameters(model.named_parameters()).numel
         on_cpu = self._device.type == "cpu"
-        own_outbox = gasloc.encoding != "fp32"
+        lossy = gasloc.encoding != "fp32"
+        own_outbox = lossy or gasloc.overlap
         pieces = Pieces(numel, gasloc)
         self.layout = BlockLayout(numel, sum(pieces.sizes), own_outbox, pieces.sizes)
         self._block = SharedBlock(memory_fd, self.layout, create=True)
@@ -109,6 +111,9 @@ class GaslocTask:
         self._flat = FlatParameters(self._model.named_parameters(), host[0] if on_cpu else None)
         flat = self._flat.flat
         live = (self._host_theta, host[1]) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
+        y = flat
+        if gasloc.overlap:
+            y = self._outbox.view(torch.float32) if on_cpu and not lossy else torch.empty_like(flat)
         self._method = FragmentedGASLoC(
             flat,
             gasloc.fragments,
@@ -117,12 +122,11 @@ class GaslocTask:
             gamma=gasloc.gamma,
             momentum=gasloc.momentum,
             buffers=live,
+            y=y if gasloc.overlap else None,
         )
-        itself = on_cpu and not own_outbox  # the outbox is the parameters
+        itself = on_cpu and not lossy  # the outbox is where y is
         outbox = None if itself else self._outbox
-        self._exchanges = Exchanges(
-            self._method, self._spec, self._setup.peer_id, pieces, flat, self._inbox, outbox
-        )
+        self._exchanges = Exchanges(self._method, self._spec, self._setup.peer_id, pieces, y, self._inbox, outbox)
         self._init_digest = init_digest(flat)
         self._layout_digest = layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, self._spec.train)
@@ -187,11 +191,16 @@ class GaslocTask:
             piece_bytes=self.layout.piece_bytes,
         )
 
-    def obey(self, command: messages.Command, interrupted: Callable[[int], bool]) -> object:
-        """Carries out one command; `interrupted(round)` says whether that round's local steps are to end."""
+    @property
+    def exchanging(self) -> bool:
+        """Whether the exchange of a round is under way beneath the local steps of the next."""
+        return self._spec.gasloc.overlap and self._exchanges.open
+
+    def obey(self, command: messages.Command, between: Between) -> object:
+        """Carries out one command; `between` is called between local steps."""
         match command:
             case messages.Train(round, fragment):
-                return self.train(round, lambda: interrupted(round), fragment)
+                return self.train(round, lambda: between.interrupted(round), fragment, between.wait)
             case messages.Take(fragment, weight, pieces, replace):
                 return self.take(fragment, weight, pieces, replace)
             case messages.Settle(fragment):
@@ -204,15 +213,23 @@ class GaslocTask:
                 return self.save()
         raise RuntimeError(f"no command of GASLoC: {command}")
 
-    def train(self, round: int, interrupted: Callable[[], bool], fragment: int = 0) -> RoundTrained:
+    def train(
+        self,
+        round: int,
+        interrupted: Callable[[], bool],
+        fragment: int = 0,
+        wait: Callable[[], None] = lambda: None,
+    ) -> RoundTrained:
         """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.
 
-        The fragment's y is in the outbox after it. Raises NonFiniteLoss, StorageError (the batch cursor), ValueError
-        for a round or fragment that is not the next.
+        The fragment's y is in the outbox after it. With overlap the exchange before may be under way, and is waited for
+        after some steps: `wait` is called until one of its calls, or of `interrupted`, has led to finish(). Raises
+        NonFiniteLoss, StorageError (the batch cursor), ValueError for a round or fragment that is not the next.
         """
         at = self._position
-        if round != at.round:
-            raise ValueError(f"asked to train round {round} while round {at.round} is next")
+        following = at.round + self.exchanging
+        if round != following:
+            raise ValueError(f"asked to train round {round} while round {following} is next")
         if fragment != self._exchanges.fragment:
             raise ValueError(f"asked to train fragment {fragment} while fragment {self._exchanges.fragment} is next")
         spec = self._spec.gasloc
@@ -224,6 +241,8 @@ class GaslocTask:
         torch.manual_seed(self._dropout_seed(first))
         losses: list[Tensor] = []
         while another_step(len(losses), self._clock() - started, spec, fragment):
+            if not may_go_on(len(losses), self._clock() - started, spec):
+                started += self._until_finished(wait)
             if first + len(losses) == self._cursor.next:
                 self._cursor.reserve(next(sizes))
             losses.append(self._step(first + len(losses)))
@@ -233,6 +252,8 @@ class GaslocTask:
             if interrupted():
                 break
         self._cursor.give_back(first + len(losses))
+        started += self._until_finished(wait)
+        seconds = self._clock() - started
         self._last_batches = len(losses)
         self._propose(torch.stack(losses))
         return RoundTrained(
@@ -241,9 +262,16 @@ class GaslocTask:
             tokens=at.tokens,
             first_batch=first,
             batches=len(losses),
-            seconds=self._clock() - started,
+            seconds=seconds,
             train_loss=float(torch.stack(losses).mean()),
         )
+
+    def _until_finished(self, wait: Callable[[], None]) -> float:
+        """Waits for the end of the exchange under way, if there is one; returns the seconds it took."""
+        since = self._clock()
+        while self.exchanging:
+            wait()
+        return self._clock() - since
 
     def _step(self, index: int) -> Tensor:
         at = self._position
@@ -291,7 +319,8 @@ class GaslocTask:
     def finish(self, mix: bool) -> RoundFinished:
         """Mixes with the inbox if `mix`, at weight 1 unless it is cut; theta of the next round stands after it.
 
-        Fragments whose turn has not come are proposed to nobody.
+        With overlap, what is evaluated is theta with the local steps taken since, if any. Fragments whose turn has not
+        come are proposed to nobody.
         """
         mixed = self._exchanges.finish(mix)
         at = self._position

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from peerloom.node.memory_worker import MemoryDisk, MemoryWorker
 from peerloom.node.seams import FIRST_STEP, WorkerDied, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.protocol.types import Encoding
 from tests.unit.node.tiny import setup, tiny_spec, write_text
 
 Make = Callable[[], WorkerPort]
@@ -109,6 +111,27 @@ async def test_interrupt_ends_a_round_early(make: Make, tmp_path: Path) -> None:
     await worker.interrupt()
     assert (await training).batches < 10**6
     assert (await worker.finish(mix=False)).round == 1
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "bf16"])
+async def test_overlap_trains_on_while_the_outbox_stands(make: Make, tmp_path: Path, encoding: Encoding) -> None:
+    spec = tiny_spec(write_text(tmp_path / "text"), encoding=encoding)
+    spec = replace(spec, gasloc=replace(spec.gasloc, overlap=True))
+    worker = make()
+    await started(worker, setup(spec, tmp_path))
+    begun = bytes(worker.theta())
+    await worker.train(0)
+    sent = bytes(worker.outbox())
+    training = asyncio.create_task(worker.train(1))
+    await asyncio.sleep(0.2)  # long enough for the steps, which wait for the exchange before they propose
+    assert not training.done() and bytes(worker.outbox()) == sent and bytes(worker.theta()) == begun
+    worker.inbox()[:] = sent
+    assert (await worker.finish(mix=True)).round == 1
+    trained = await training
+    assert (trained.round, trained.batches) == (1, spec.gasloc.local_steps)
+    assert bytes(worker.theta()) != begun and bytes(worker.outbox()) != sent
+    assert (await worker.finish(mix=False)).round == 2
+    await worker.save()
 
 
 async def test_a_stopped_worker_says_so(make: Make, given: WorkerSetup) -> None:

@@ -13,11 +13,12 @@ import torch
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.model import build_model
-from peerloom.node.worker.pace import RESERVE, another_step, reservations
+from peerloom.node.worker.pace import RESERVE, another_step, may_go_on, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
+from peerloom.protocol.types import Encoding
 from tests.unit.node.test_worker import assert_equal, state
 from tests.unit.node.tiny import never, task, tiny_spec, write_text
 
@@ -230,3 +231,54 @@ def test_sketches_tell_the_distance_of_nodes(source: Path, tmp_path: Path) -> No
         thetas.append(worker._method.theta.clone())
     told = float((sketches[0] - sketches[1]).norm())
     assert told == pytest.approx(float((thetas[0] - thetas[1]).norm()), rel=0.5)
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "bf16"])
+def test_overlapped_rounds_are_the_blocking_ones_where_nothing_is_late(
+    source: Path, tmp_path: Path, encoding: Encoding
+) -> None:
+    thetas = []
+    for overlap in (False, True):
+        spec = tiny_spec(source, encoding=encoding)
+        spec = replace(spec, gasloc=replace(spec.gasloc, overlap=overlap, gamma=0.3, eta=0.9))
+        pair = [task(spec, tmp_path / str(overlap), name) for name in ("peer-a", "peer-b")]
+        for round in range(3):
+            for worker in pair:
+                worker.train(round, never)
+            for worker, other in (pair, pair[::-1]):
+                worker._inbox.copy_(other._outbox)
+            for worker in pair:
+                worker.finish(mix=True)
+        thetas.append(torch.stack([worker._host_theta for worker in pair]))
+    assert torch.equal(*thetas)
+
+
+def test_overlap_keeps_the_steps_taken_meanwhile_and_waits_for_the_exchange(source: Path, tmp_path: Path) -> None:
+    spec = tiny_spec(source)
+    worker = task(replace(spec, gasloc=replace(spec.gasloc, overlap=True)), tmp_path)
+    worker.train(0, never)
+    sent, calls = worker._flat.flat.clone(), []
+    torch.testing.assert_close(worker._outbox.view(torch.float32), sent, rtol=0, atol=0)
+
+    def wait() -> None:
+        calls.append(worker._flat.flat.clone())
+        if len(calls) == 2:  # the first command was another one
+            worker._inbox.view(torch.float32).copy_(sent + 0.5)
+            worker.finish(mix=True)
+            moved = worker._host_theta - sent
+            torch.testing.assert_close(worker._flat.flat - calls[1], moved, rtol=1e-4, atol=1e-6)
+
+    assert worker.exchanging
+    with pytest.raises(RuntimeError, match="call finish"):
+        worker.save()
+    assert worker.train(1, never, wait=wait).batches == spec.gasloc.local_steps
+    assert len(calls) == 2 and not torch.equal(calls[0], sent) and not torch.equal(worker._flat.flat, calls[1])
+    with pytest.raises(ValueError, match="while round 2 is next"):
+        worker.train(3, never)
+
+
+def test_a_quarter_of_the_steps_may_run_beneath_an_exchange() -> None:
+    fixed, timed = GaslocSpec(local_steps=16), GaslocSpec(round_s=8.0)
+    assert [may_go_on(done, 99.0, fixed) for done in (0, 3, 4, 16)] == [True, True, False, False]
+    assert [may_go_on(done, at, timed) for done, at in ((0, 9.0), (5, 1.9), (5, 2.0))] == [True, True, False]
+    assert may_go_on(0, 0.0, GaslocSpec(local_steps=1)) and not may_go_on(1, 0.0, GaslocSpec(local_steps=1))

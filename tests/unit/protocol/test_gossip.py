@@ -12,8 +12,9 @@ from peerloom.protocol import events as ev
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.gossip_parts import MAX_PARKED
+from peerloom.protocol.graphs import scheduled_matching
 from peerloom.protocol.messages import DeclineReason, Offer
-from peerloom.protocol.pairing import rank, scheduled_partner
+from peerloom.protocol.pairing import rank
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
@@ -630,16 +631,16 @@ def test_draining_does_not_seek_again_after_a_break() -> None:
     assert not [effect for effect in effects if isinstance(effect, do.SendOffer)]
 
 
-# --- scheduled pairing
+# --- scheduled pairing: one leg a round of the planned form
 
 
-def test_scheduled_the_lower_rank_offers_and_the_other_waits() -> None:
-    offering = Bench(HIGH, pairing="scheduled")
-    assert target(offering.ready()) == HIGH
-    waiting = Bench(LOW, pairing="scheduled")
-    assert waiting.ready() == [waiting.seek_timer]
-    assert waiting.machine.reason == "waiting for the scheduled partner's offer"
-    assert waiting.receives(LOW, "a")[:2] == [do.SendAccept("a", 0), do.Transfer("a", STALL)]
+def scheduled_partner(round: int, *others: PeerId) -> PeerId | None:
+    """Whom the round's matching over the sorted ids gives to ME."""
+    ids = sorted([ME, *others])
+    for pair in scheduled_matching(SEED, round, len(ids)):
+        if ids.index(ME) in pair:
+            return ids[sum(pair) - ids.index(ME)]
+    return None
 
 
 def test_scheduled_follows_the_shared_matching() -> None:
@@ -647,36 +648,29 @@ def test_scheduled_follows_the_shared_matching() -> None:
     for round in range(10):
         bench = Bench(*others, pairing="scheduled", round=round)
         bench.sees(*others, round=round)
-        partner = scheduled_partner(SEED, round, ME, others)
-        assert partner is not None
-        effects = bench.ready(round)
-        if rank(SEED, ME) < rank(SEED, partner):
-            assert target(effects) == partner
-        else:
-            assert effects == [bench.seek_timer]
+        assert target(bench.ready(round)) == scheduled_partner(round, *others)
 
 
 def test_scheduled_odd_node_out_goes_on_at_once() -> None:
-    left_out = next(r for r in range(99) if scheduled_partner(SEED, r, ME, [LOW, HIGH]) is None)
+    left_out = next(r for r in range(99) if scheduled_partner(r, LOW, HIGH) is None)
     bench = Bench(LOW, HIGH, pairing="scheduled", round=left_out)
-    (alone, finish) = bench.ready(left_out)
-    assert alone == do.Count("gossip_alone")
+    (idle, finish) = bench.ready(left_out)
+    assert idle == do.Count("gossip_idle")
     assert isinstance(finish, do.FinishRound)
-    assert finish.reason == f"the matching leaves this node out of round {left_out}"
+    assert finish.reason == f"the topology gives this node nobody in leg 0 of round {left_out}"
 
 
 def test_scheduled_holds_the_partner_of_a_round_ahead() -> None:
     bench = Bench(LOW, pairing="scheduled")
     assert bench.receives(LOW, "a", 1) == [do.SendHold("a")]
-    assert bench.ready() == [bench.seek_timer]
-    bench.feed(ev.TimerFired("seek"), SEEK)
+    bench.feed(ev.OfferDeclined(bench.seeks(), "round"))
     bench.feed(ev.RoundStarted(1))
     assert bench.ready(1)[0] == do.SendAccept("a", 1)
 
 
 def test_scheduled_declines_others_and_rounds_gone_by() -> None:
     others = [LOW, HIGH, HIGHER]
-    partner = scheduled_partner(SEED, 4, ME, others)
+    partner = scheduled_partner(4, *others)
     stranger = next(peer for peer in others if peer != partner)
     bench = Bench(*others, pairing="scheduled", round=4)
     assert bench.receives(stranger, "a", 4)[1] == do.SendDecline("a", "partner")
@@ -688,10 +682,10 @@ def test_scheduled_goes_alone_when_the_partner_is_past_the_round() -> None:
     bench = Bench(LOW, pairing="scheduled")
     bench.ready()
     effects = bench.sees(LOW, round=1)
-    assert effects[-1] == do.FinishRound(0, None, 0, f"the scheduled partner {LOW} is past round 0")
+    assert effects[-1] == do.FinishRound(0, None, 0, f"the planned partner {LOW} is past round 0")
     declined = Bench(HIGH, pairing="scheduled")
     effects = declined.feed(ev.OfferDeclined(declined.seeks(), "round"))
-    assert effects[-1] == do.FinishRound(0, None, 0, f"the scheduled partner {HIGH} could not be reached")
+    assert effects[-1] == do.FinishRound(0, None, 0, f"the planned partner {HIGH} could not be reached")
 
 
 def test_scheduled_asks_again_while_views_differ() -> None:

@@ -13,7 +13,7 @@ from peerloom.protocol import plan
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import Offer
-from peerloom.protocol.pairing import Place, Planned, Scheduled, pairing_of, rank
+from peerloom.protocol.pairing import Place, rank
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
@@ -275,9 +275,3 @@ def test_rendezvous_meets_at_the_same_fragment_only() -> None:
     bench.feed(ev.PayloadsVerified(mine))
     bench.feed(ev.AckReceived(mine))
     assert bench.feed(ev.ProposalReady(0, 1))[0] == do.SendAccept("a", 0)
-
-
-def test_the_plain_forms_keep_their_policies() -> None:
-    assert type(pairing_of(GaslocSpec(pairing="scheduled"), IDS[0], 1)) is Scheduled
-    for changes in ({"group_size": 4}, {"fragments": 2}):
-        assert type(pairing_of(GaslocSpec(pairing="scheduled", **changes), IDS[0], 1)) is Planned

@@ -229,7 +229,7 @@ TIED: dict[type, tuple[str, ...]] = {
     TrainSpec: ("warmup_steps", "total_steps"),
     GaslocSpec: (
         *("alpha", "gamma", "momentum", "pairing", "clip_radius"),
-        *("weights", "group_size", "fragments", "local_steps", "round_s"),
+        *("weights", "group_size", "fragments", "local_steps", "round_s", "overlap"),
     ),
     RunSpec: ("model", "data", "train"),
 }

@@ -74,9 +74,35 @@ def test_the_message_names_the_bound() -> None:
         GaslocSpec(pairing="complete", weights="unit", alpha=0.1).check()
 
 
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("pairing", ["rendezvous", "scheduled", "exponential"])
+def test_overlap_leaves_less_room(pairing: str, momentum: str) -> None:
+    bound = (2 * 1.3 - 0.7) / (1.0 if momentum == "pre" else 1.6)
+    if pairing == "exponential":  # its sequence has a bound of its own, which a pull lowers too
+        free, pulled = (
+            alpha_bound(pairing, 3.0, 0.3, momentum, weights="unit", degree=4, group_size=2, pull=pull)  # type: ignore[arg-type]
+            for pull in (0.0, 0.7)
+        )
+        assert free is not None and pulled is not None and pulled < free and pulled <= bound + 0.01
+        return
+    most = {"pairing": pairing, "momentum": momentum, "gamma": 0.3, "eta": 0.7, "alpha": bound * 1.001}
+    GaslocSpec(**most).check()  # type: ignore[arg-type]
+    GaslocSpec(**{**most, "alpha": bound * 0.999, "overlap": True}).check()  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=f"a pair diverges; must be below {bound:.6g} with overlap, eta = 0.7, gamma"):
+        GaslocSpec(**most, overlap=True).check()  # type: ignore[arg-type]
+
+
+def test_overlap_of_the_defaults_is_stable_and_too_large_an_eta_is_not() -> None:
+    GaslocSpec(overlap=True).check()
+    with pytest.raises(SpecError, match="no alpha is stable; lower eta"):
+        GaslocSpec(overlap=True, eta=3.0).check()
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
+        ({"overlap": True, "fragments": 2}, "must be false but with one partner and one fragment a round"),
+        ({"overlap": True, "pairing": "ring", "alpha": 0.5}, "pairing 'rendezvous', 'scheduled', 'exponential', group"),
         ({"group_size": 3, "pairing": "scheduled"}, "must be a power of 2"),
         ({"group_size": 4}, "must be 2 with pairing = 'rendezvous'"),
         ({"group_size": 4, "pairing": "ring"}, "groups form with 'scheduled' or 'hypercube'"),

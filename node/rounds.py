@@ -1,0 +1,199 @@
+"""Round after round: local steps, the exchange, what it came to, a checkpoint now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from peerloom.node.context import Context
+from peerloom.node.gossip_driver import GossipDriver
+from peerloom.node.logs import short
+from peerloom.node.place import Held, Place
+from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerPort
+from peerloom.node.turns import Meeting, Turns
+from peerloom.protocol import effects, events
+from peerloom.protocol.errors import StorageError
+from peerloom.protocol.lifecycle import budget_spent
+from peerloom.protocol.membership import FAR_OFF
+from peerloom.protocol.plan import is_plain
+
+log = logging.getLogger(__name__)
+
+DRAIN_EXCHANGE_S = 4.0  # of the 10 s that a stop may take: what an exchange under way gets to end
+MAJORITY = 3  # other peers: with fewer, nobody can tell who is the one that is far off
+
+
+class Rounds:
+    """Runs a worker's rounds until the node drains, the budget is spent or max_rounds are done."""
+
+    def __init__(self, context: Context, worker: WorkerPort, driver: GossipDriver, place: Place, held: Held) -> None:
+        self._context, self._worker, self._driver = context, worker, driver
+        self._place, self._held = place, held
+        self._facts, self._clock = context.facts, context.clock
+        self._began = context.clock.monotonic()
+        self._tokens_before = 0  # when the round began
+        self.finished = 0
+
+    async def run(self) -> None:
+        """All rounds, and a checkpoint of the last."""
+        await self._all()
+        await self._save()
+
+    async def _all(self) -> None:
+        while self._goes_on():
+            await self._round()
+            if not await self._between():
+                break
+
+    def _goes_on(self) -> bool:
+        most = self._context.settings.max_rounds
+        return not self._context.draining.is_set() and (most is None or self._facts.round < most)
+
+    async def _between(self) -> bool:
+        """What may come between two rounds; whether another follows."""
+        if self._save_due():
+            await self._save()
+        if self._budget_spent(self._facts.tokens):
+            self._facts.enter("done", "the run's token budget is spent")
+            return False
+        await self._place.catch_up()
+        return True
+
+    def _budget_spent(self, own_tokens: int) -> bool:
+        return budget_spent(self._context.view.tokens().values(), own_tokens, self._context.spec.token_budget)
+
+    def _save_due(self) -> bool:
+        return self._clock.monotonic() - self._held.saved_at >= self._context.settings.checkpoint_every_s
+
+    def _begin(self) -> None:
+        self._facts.enter("training")
+        self._began, self._tokens_before = self._clock.monotonic(), self._facts.tokens
+        self._driver.feed(events.RoundStarted(self._facts.round))
+
+    async def _round(self) -> None:
+        self._begin()
+        round = self._facts.round
+        if is_plain(self._context.spec.gasloc):
+            trained = await self._worker.train(round)
+            self._context.phases.mark("first round")
+            return await self._land(trained)
+        trained, meetings, waited = await self._turns().run(round)
+        ended = next((met.end for met in meetings if met.end.partner is not None), meetings[-1].end)
+        finished = await self._finish(trained, mix=False)
+        self._note_round(trained, ended, finished, waited, meetings)
+
+    async def _land(self, trained: RoundTrained) -> None:
+        """The one exchange of a plain round, and its end."""
+        since = self._clock.monotonic()
+        ended = await self._exchange(trained.round)
+        waited = self._clock.monotonic() - since
+        finished = await self._finish(trained, mix=ended.partner is not None)
+        self._note_round(trained, ended, finished, waited, [met(ended, finished)])
+
+    async def _finish(self, trained: RoundTrained, *, mix: bool) -> RoundFinished:
+        facts = self._facts
+        async with self._held.lock:
+            finished = await self._worker.finish(mix)
+            facts.trained(trained)
+            seconds = max(self._clock.monotonic() - self._began, 1e-9)
+            facts.finished(finished, (trained.tokens - self._tokens_before) / seconds)
+        self.finished += 1
+        return finished
+
+    def _turns(self) -> Turns:
+        """A round of several exchanges; the last fragment's are settled by finish()."""
+        context = self._context
+        return Turns(
+            self._worker,
+            self._driver.machine,
+            self._exchange,
+            context.spec.gasloc.fragments,
+            draining=context.draining.is_set,
+            trained=lambda: self._facts.enter("training"),
+            lock=self._held.lock,
+            clock=self._clock,
+            mark=context.phases.mark,
+        )
+
+    async def _exchange(self, round: int, fragment: int = 0, leg: int = 0) -> effects.FinishRound:
+        draining = self._context.draining
+        if draining.is_set():
+            return effects.FinishRound(round, None, round, "stopping")
+        ending = asyncio.ensure_future(self._driver.exchange_round(round, fragment, leg))
+        stopping = asyncio.ensure_future(draining.wait())
+        try:
+            await asyncio.wait((ending, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((ending,), timeout=DRAIN_EXCHANGE_S)
+            if ending.done():
+                return ending.result()
+            await self._driver.close()  # nothing may read the outbox once the worker goes on
+            return effects.FinishRound(round, None, round, "stopped before the exchange ended")
+        finally:
+            ending.cancel()
+            stopping.cancel()
+            await asyncio.gather(ending, stopping, return_exceptions=True)
+
+    def _note_round(
+        self,
+        trained: RoundTrained,
+        ended: effects.FinishRound,
+        finished: RoundFinished,
+        waited: float,
+        meetings: list[Meeting],
+    ) -> None:
+        facts = self._facts
+        for end, taken in meetings:
+            if end.partner is None:
+                continue
+            facts.partners[end.partner] += 1
+            if taken.share < 1:
+                facts.count("gossip_clipped")
+            if taken.far_off and len(self._context.view.live()) >= MAJORITY:
+                self._context.view.score(end.partner, FAR_OFF)
+        loss = finished.held_out_loss
+        if loss is not None and not (self._held.best_loss is not None and self._held.best_loss < loss):
+            self._held.best_loss = loss
+        facts.met(any(end.partner is not None for end, _ in meetings), ended.reason)
+        facts.count("rounds")
+        facts.count("exchange_seconds", waited)
+        facts.count("train_seconds", trained.seconds)
+        facts.worst("exchange_seconds_max", waited)
+        self._context.journal.write(
+            "round",
+            round=trained.round,
+            step=trained.step,
+            tokens=trained.tokens,
+            first_batch=trained.first_batch,
+            batches=trained.batches,
+            train_loss=trained.train_loss,
+            held_out_loss=finished.held_out_loss,
+            partner=ended.partner,
+            partner_round=ended.partner_round,
+            alone_because=ended.reason,
+            share=min([finished.share, *(met.taken.share for met in meetings)]),
+            train_s=round(trained.seconds, 3),
+            exchange_s=round(waited, 3),
+            **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
+        )
+        told = "" if loss is None else f", held-out loss {loss:.3f}"
+        company = f"with {short(ended.partner)}" if ended.partner is not None else f"alone: {ended.reason}"
+        log.info("round %d done %s%s", trained.round, company, told)
+
+    async def _save(self) -> None:
+        facts = self._facts
+        try:
+            where = await self._worker.save()
+            log.info("checkpoint written: %s", where)
+            facts.count("checkpoints_written")
+        except StorageError as error:
+            facts.count("checkpoints_failed")
+            facts.warning = f"no checkpoint since round {facts.round}: {error}"
+            log.error("no checkpoint written, training goes on: %s", error)
+        else:
+            facts.warning = ""
+        self._held.saved_at = self._clock.monotonic()
+
+
+def met(ended: effects.FinishRound, finished: RoundFinished) -> Meeting:
+    """A plain round's one meeting."""
+    return Meeting(ended, Taken(share=finished.share, far_off=finished.far_off))
