@@ -9,9 +9,9 @@ How a node uses it, whatever carries the messages:
     flow.apply([message, *received])                      # own and foreign alike, in any order, each exactly once
     flow.state_hash()                                     # equal on all nodes that applied the same set
 
-`origin` is the sender's 64-bit key as a signed int (of a peer id: the first 8 bytes of its hash, say), `sequence` counts
-its messages from 0, `step` is its local step and decides the period, `scalar` is an int of at most `bound` in units of
-2^-16. Repeats are for the caller to drop. Local steps between two `apply` calls are taken at the same weights.
+`origin` is the sender's 64-bit key as a signed int (of a peer id: the first 8 bytes of its hash, say), `sequence`
+counts its messages from 0, `step` is its local step and decides the period, `scalar` is an int of at most `bound` in
+units of 2^-16. Repeats are for the caller to drop. Local steps between two `apply` calls are taken at equal weights.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["FRACTION_BITS", "SCALAR_LIMIT", "MeZO", "Message", "NotFinite", "Sub
 class SubCGE:
     """The parameters of `model` whose name `trainable` finds, as a function of the set of messages applied.
 
-    W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period (`period`
-    steps each). `lr` is the weight of one message: for the mean over n nodes pass lr / n. `eps` is the two-point
+    W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
+    `period` steps. `lr` is the weight of one message: for the mean over n nodes pass lr / n. `eps` is the two-point
     estimate's. `bound` limits |scalar|. `base`: the tensors at step 0 by name, of any float dtype, by default copies
     in memory; `anchor`: float32 tensors of the same shapes to write to, by default made when the first period ends.
     Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters are rounded from the

@@ -41,7 +41,8 @@ def two_point(model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, ep
     if not (math.isfinite(plus) and math.isfinite(minus)):
         raise NotFinite(f"the loss is {plus} and {minus} at theta +- eps z; lower eps or the learning rate")
     slope = (plus - minus) / (2 * eps)
-    return round(max(-bound, min(bound, slope * 2**FRACTION_BITS)))
+    scalar: int = round(max(-bound, min(bound, slope * 2**FRACTION_BITS)))
+    return scalar
 
 
 @contextmanager

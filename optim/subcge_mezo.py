@@ -16,8 +16,8 @@ from peerloom.optim.subcge_state import FRACTION_BITS, SCALAR_LIMIT
 class MeZO:
     """As published: z ~ N(0, I) drawn anew from the seed wherever it is needed, added to the weights and taken off.
 
-    Messages, `lr` and `bound` are as for SubCGE. Its weights carry what adding and taking off leaves behind, and hang on
-    the order of messages: it is here to be measured against, not to be run by a swarm.
+    Messages, `lr` and `bound` are as for SubCGE. Its weights carry what adding and taking off leaves, and hang on the
+    order of messages: it is here to be measured against, not to be run by a swarm.
     """
 
     def __init__(

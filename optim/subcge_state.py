@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,11 +68,11 @@ class ExactState:
         if not len(rows):
             return added
         periods = rows[:, 2] // self._period
-        present, numbers = periods.unique(return_counts=True)
-        for period, number in zip(present.tolist(), numbers.tolist(), strict=True):
+        numbers = Counter(periods.tolist())
+        for period, number in numbers.items():
             if self.counts.get(period, 0) + number > self.capacity:
                 raise OverflowError(f"period {period} has taken its {self.capacity} messages")
-        for period, number in zip(present.tolist(), numbers.tolist(), strict=True):
+        for period, number in numbers.items():
             added[period] = self._sum_of(rows[periods == period])
             self._add(period, number, added[period])
         return added
@@ -119,10 +120,14 @@ class ExactState:
     def _checked(self, messages: Iterable[Sequence[int]]) -> Tensor:
         """(n, 4) int64."""
         listed = list(messages)
+        if not listed:
+            return torch.empty(0, 4, dtype=torch.int64)
         try:
-            rows = torch.tensor(listed, dtype=torch.int64).view(len(listed), 4)
+            rows = torch.tensor(listed)
         except (RuntimeError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError(f"a message must be (origin, sequence, step, scalar), integers of 64 bits: {error}") from error
+            raise ValueError(f"a message must be four integers of 64 bits: {error}") from error
+        if rows.dtype != torch.int64 or rows.shape != (len(listed), 4):
+            raise ValueError("a message must be four integers of 64 bits")
         if (rows[:, 1:3] < 0).any():
             raise ValueError("a message's sequence and step must not be negative")
         if (rows[:, 3] > self.bound).any() or (rows[:, 3] < -self.bound).any():

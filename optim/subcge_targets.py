@@ -46,7 +46,8 @@ def targets_of(model: nn.Module, trainable: str, run_seed: int, hooks: bool) -> 
             continue
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device and has no values yet")
-        found.append(Target(name, parameter.data, key_of("tensor", run_seed, name), _hooked(users[id(parameter)], hooks)))
+        hooked = _hooked(users[id(parameter)], hooks)
+        found.append(Target(name, parameter, key_of("tensor", run_seed, name), hooked))
     if not found:
         raise ValueError(f"no parameter of the model matches trainable = {trainable!r}")
     return found

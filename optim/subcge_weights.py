@@ -88,7 +88,7 @@ class Weights:
         return self._anchor if self._anchored and self._anchor is not None else self._base
 
     def _fold(self, end: int) -> None:
-        """Brings the periods below `end` into the anchor: appends them, or begins again from the base if some came late."""
+        """Brings the periods below `end` into the anchor: appends them, or begins from the base if some came late."""
         source, start = (self._base, 0) if self.late else (self._source(), self._folded)
         folding = [period for period in sorted(self._state.sums) if start <= period < end]
         if folding:
