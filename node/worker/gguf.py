@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ def open_model(path: str) -> Any:
 
     folder, name = _parts(path)
     disable_progress_bar()
-    opened = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    with _damage_named(name):
+        opened = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, local_files_only=True)
     about = {key: value for key, value in opened.config.to_dict().items() if key != "quantization_config"}
     plain = AutoModelForCausalLM.from_config(type(opened.config).from_dict(about))
     plain.load_state_dict(opened.state_dict())
@@ -41,7 +45,17 @@ def open_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     folder, name = _parts(path)
-    return AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    with _damage_named(name):
+        return AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+
+
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """What transformers lets out of a file that ends early, as ValueError."""
+    try:
+        yield
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"{name} is damaged or cut short ({error}); fetch it again") from error
 
 
 def _parts(path: str) -> tuple[str, str]:

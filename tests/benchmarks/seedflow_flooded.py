@@ -7,7 +7,6 @@ A batch is what a client says after `flush` steps: origin, first sequence, and t
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +15,10 @@ Edge = tuple[int, int]
 
 @dataclass(slots=True)
 class Flooded:
-    """Bytes over each edge, both ways together; the messages that each client has at the end; copies dropped."""
+    """Bytes over each edge, both ways together; the messages that each client has at the end."""
 
     edges: dict[Edge, int] = field(default_factory=dict)
     known: list[int] = field(default_factory=list)
-    repeats: int = 0
 
 
 def varint(number: int) -> bytes:
@@ -56,7 +54,7 @@ def complete(clients: int) -> list[list[int]]:
 def flood(
     neighbours: Sequence[Sequence[int]], steps: int, flush: int, scalar: Callable[[random.Random], int], seed: int = 0
 ) -> Flooded:
-    """Every client floods its batch, everybody forwards what is new to all but the one it came from."""
+    """Every client floods its batch; at each hop everybody forwards what is new to all but those it came from."""
     chance = random.Random(seed)
     found = Flooded(known=[0] * len(neighbours))
     for first in range(0, steps, flush):
@@ -64,20 +62,25 @@ def flood(
             encode(client, first, [scalar(chance) for _ in range(flush)]) for client in range(len(neighbours))
         ]
         for origin, payload in enumerate(batches):
-            seen = {origin}
-            queue = deque((origin, other) for other in neighbours[origin])
-            while queue:
-                sender, receiver = queue.popleft()
-                edge = (min(sender, receiver), max(sender, receiver))
-                found.edges[edge] = found.edges.get(edge, 0) + len(payload)
-                if receiver in seen:
-                    found.repeats += 1
-                    continue
-                seen.add(receiver)
-                queue.extend((receiver, other) for other in neighbours[receiver] if other != sender)
-            for client in seen:
+            for client in _spread(neighbours, origin, len(payload), found):
                 found.known[client] += flush
     return found
+
+
+def _spread(neighbours: Sequence[Sequence[int]], origin: int, size: int, found: Flooded) -> set[int]:
+    """Counts one batch's way and returns whom it reached."""
+    seen = {origin}
+    senders: dict[int, set[int]] = {origin: set()}  # who got it at this hop, and from whom
+    while senders:
+        arrived: dict[int, set[int]] = {}
+        for client, came_from in senders.items():
+            for other in set(neighbours[client]) - came_from:
+                edge = (min(client, other), max(client, other))
+                found.edges[edge] = found.edges.get(edge, 0) + size
+                arrived.setdefault(other, set()).add(client)
+        senders = {client: came_from for client, came_from in arrived.items() if client not in seen}
+        seen |= senders.keys()
+    return seen
 
 
 @dataclass(frozen=True, slots=True)

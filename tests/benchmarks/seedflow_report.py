@@ -87,7 +87,7 @@ def _say(line: str) -> None:
 
 
 def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float) -> None:
-    """Accuracy against bytes an edge so far, log axis; AdamW's as DSGD's would be: the trained tensors every 5 steps."""
+    """Accuracy against bytes an edge so far, log axis; AdamW as DSGD: the trained tensors every 5 steps."""
     try:
         import matplotlib
     except ImportError:
