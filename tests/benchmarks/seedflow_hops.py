@@ -29,7 +29,7 @@ class Delayed:
     graph: str
     hops: int
     steps: int
-    lr: float = 0.1
+    lr: float = 0.03
     seed: int = 0
 
 

@@ -62,21 +62,27 @@ class Data:
 
 
 def prepare(model_path: Path, reviews: Path, cache: Path, say: Callable[[str], None]) -> Data:
-    """Opens model and reviews; runs the lower layers over all examples where the cache has them not."""
-    tokenizer = open_tokenizer(str(model_path))
-    classifier = PromptClassifier(tokenizer, PROMPT, 64)
+    """Model and activations from the cache; what it lacks is made: the lower layers run over all examples once."""
+    cache.mkdir(parents=True, exist_ok=True)
+    files = {name: cache / f"{name}-{UPPER}.pt" for name in SIZES}
+    upper = cache / f"upper-{UPPER}.pt"
+    if not all(path.exists() for path in (*files.values(), upper)):
+        _fill(model_path, reviews, files, upper, say)
+    found = {name: load(path) for name, path in files.items()}
+    return Data(**found, upper=torch.load(upper, weights_only=False))  # a file of this benchmark's own
+
+
+def _fill(model_path: Path, reviews: Path, files: dict[str, Path], upper: Path, say: Callable[[str], None]) -> None:
+    """Makes the files that are not there."""
+    classifier = PromptClassifier(open_tokenizer(str(model_path)), PROMPT, 64)
     examples = [one for one in read_examples(reviews, PROMPT.words) if len(one.text) <= CHARACTERS]
     parts = dict(zip(SIZES, split(examples, 0, list(SIZES.values())), strict=True))
     model = open_model(str(model_path)).eval()
-    cache.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for name, part in parts.items():
-        path = cache / f"{name}-{UPPER}.pt"
+    for name, path in files.items():
         if not path.exists():
-            say(f"lower layers over {len(part)} examples for {name}")
-            save(path, lower_activations(model, UPPER, classifier, part))
-        found[name] = load(path)
-    return Data(**found, upper=UpperLayers(model, UPPER, classifier.label_tokens).eval())
+            say(f"lower layers over {len(parts[name])} examples for {name}")
+            save(path, lower_activations(model, UPPER, classifier, parts[name]))
+    torch.save(UpperLayers(model, UPPER, classifier.label_tokens).eval(), upper)
 
 
 def measure(upper: UpperLayers, data: Cached) -> tuple[float, float]:
