@@ -43,6 +43,7 @@ class SubCGE:
     Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters are rounded from the
     float32 sum, never from themselves. With `hooks=False` every direction is added to the weights themselves and
     restored from a copy; needed for a Linear or Embedding whose weight the model reads without calling the module.
+    `cached` is for how many periods factors are kept: a swarm whose nodes' steps differ works on several at once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """
@@ -61,6 +62,7 @@ class SubCGE:
         base: Mapping[str, Tensor] | None = None,
         anchor: Mapping[str, Tensor] | None = None,
         hooks: bool = True,
+        cached: int = 3,
     ) -> None:
         if not (eps > 0 and math.isfinite(eps) and math.isfinite(lr)):
             raise ValueError(f"eps must be above 0 and lr finite, not {eps} and {lr}")
@@ -73,7 +75,7 @@ class SubCGE:
         self._targets = targets_of(model, trainable, run_seed, hooks)
         self._keys = torch.tensor([target.key for target in self._targets], dtype=torch.int64)
         self.state = ExactState(self._keys.tolist(), rank, period, run_seed, bound)
-        self._weights = Weights(self._targets, self.state, rank, lr, base, anchor)
+        self._weights = Weights(self._targets, self.state, rank, lr, base, anchor, cached)
         self._perturbed: Perturbation | None = None
 
     @property
@@ -152,7 +154,7 @@ class SubCGE:
         self._weights.rebuild()
 
     def state_hash(self) -> bytes:
-        """32 bytes over run seed, tensors and all sums: equal exactly when the applied sets are."""
+        """32 bytes over run seed, tensors, every period's count and sums: equal sets of messages give equal ones."""
         return self.state.hash()
 
     def export_state(self) -> dict[str, Tensor]:

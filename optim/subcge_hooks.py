@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-Hook = Callable[[nn.Module, Any, Tensor], Tensor]
+Hook = Callable[[nn.Module, Any, Any, Tensor], Tensor]
 Form = Callable[[Tensor, Tensor, float], Hook]
 
 
@@ -29,12 +29,19 @@ def attach(module: nn.Module, u: Tensor, v: Tensor, eps: float) -> RemovableHand
     form = form_of(module)
     if form is None:
         raise TypeError(f"{type(module).__name__} has no form in the activations")
-    return module.register_forward_hook(form(u, v, eps))
+    return module.register_forward_hook(form(u, v, eps), with_kwargs=True)
+
+
+def _input(args: Any, kwargs: Any) -> Tensor:
+    """The one argument of a Linear or Embedding, however it was passed."""
+    found: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return found
 
 
 def _linear(u: Tensor, v: Tensor, eps: float) -> Hook:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.addcmul_((args[0] @ v.to(args[0].dtype)).unsqueeze(-1), u.to(output.dtype), value=eps)
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        x = _input(args, kwargs)
+        return output.addcmul_((x @ v.to(x.dtype)).unsqueeze(-1), u.to(output.dtype), value=eps)
 
     return hook
 
@@ -44,8 +51,8 @@ def _transposed(u: Tensor, v: Tensor, eps: float) -> Hook:
 
 
 def _embedding(u: Tensor, v: Tensor, eps: float) -> Hook:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        rows = torch.nn.functional.embedding(args[0], u.unsqueeze(1).to(output.dtype))
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        rows = torch.nn.functional.embedding(_input(args, kwargs), u.unsqueeze(1).to(output.dtype))
         return output.addcmul_(rows, v.to(output.dtype), value=eps)
 
     return hook

@@ -28,6 +28,7 @@ class Weights:
         lr: float,
         base: Mapping[str, Tensor] | None,
         anchor: Mapping[str, Tensor] | None,
+        cached: int,
     ) -> None:
         self._targets = targets
         self._state = state
@@ -37,27 +38,29 @@ class Weights:
         self._anchor = anchor
         self._folded = 0  # periods below are in the anchor
         self._anchored = False  # whether any is: else the base serves
-        self._kept: dict[str, Subspace] = {}  # of the current period
         self._period = 0
+        self._cached = cached
+        self._kept: dict[int, dict[str, Subspace]] = {0: {}}  # by period and tensor
         self.late: dict[int, Tensor] = {}
         _check_store("base", self._base, targets)
         if anchor is not None:
             _check_store("anchor", anchor, targets, torch.float32)
 
     def subspace(self, target: Target, period: int) -> Subspace:
-        """The target's subspace; the current period's are kept."""
-        if period == self._period and target.name in self._kept:
-            return self._kept[target.name]
-        parameter = target.parameter
-        made = Subspace(parameter.shape, self._rank, target.key, period, parameter.device)
-        if period == self._period:
-            self._kept[target.name] = made
-        return made
+        """The target's subspace; the current period's are kept, and those of others as far as `cached` goes."""
+        kept = self._kept.get(period, {})
+        if target.name not in kept:
+            parameter = target.parameter
+            made = Subspace(parameter.shape, self._rank, target.key, period, parameter.device)
+            if period not in self._kept:
+                return made
+            kept[target.name] = made
+        return kept[target.name]
 
     def move(self, period: int) -> None:
         """Makes `period` the current one: folds those before it, and refreshes."""
         self._fold(period)
-        self._kept, self._period = {}, period
+        self._period = period
         self.refresh()
 
     def added(self, sums: Mapping[int, Tensor]) -> None:
@@ -71,8 +74,9 @@ class Weights:
         state = self._state
         pending = sorted(self.late.items())
         pending += [(period, state.sums[period]) for period in sorted(state.sums) if period >= self._folded]
+        self._keep([period for period, _ in pending])
         for index, target in enumerate(self._targets):
-            self._write(target, self._source(), [target.parameter], [(s, sums[index]) for s, sums in pending])
+            self._write(target, self._source(), target.parameter, [(s, sums[index]) for s, sums in pending])
 
     def rebuild(self) -> None:
         """Sums everything from the base again where something came late, and writes the weights."""
@@ -83,6 +87,11 @@ class Weights:
         """After the state was replaced: forgets what was folded and sums everything from the base."""
         self._folded, self._anchored, self.late = 0, False, {}
         self.move(self._period)
+
+    def _keep(self, used: Sequence[int]) -> None:
+        """Drops all factors but the current period's and those of the newest periods in use."""
+        others = [period for period in used if period != self._period][-self._cached + 1 :] if self._cached > 1 else []
+        self._kept = {period: self._kept.get(period, {}) for period in (self._period, *others)}
 
     def _source(self) -> Mapping[str, Tensor]:
         return self._anchor if self._anchored and self._anchor is not None else self._base
@@ -96,18 +105,14 @@ class Weights:
                 self._anchor = {target.name: torch.empty(target.parameter.shape) for target in self._targets}
             for index, target in enumerate(self._targets):
                 parts = [(period, self._state.sums[period][index]) for period in folding]
-                self._write(target, source, [self._anchor[target.name]], parts)
+                self._write(target, source, self._anchor[target.name], parts)
             self._anchored = True
         self._folded, self.late = end, {}
 
     def _write(
-        self,
-        target: Target,
-        source: Mapping[str, Tensor],
-        destinations: Sequence[Tensor],
-        parts: Sequence[tuple[int, Tensor]],
+        self, target: Target, source: Mapping[str, Tensor], destination: Tensor, parts: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """destinations = source + weight * sum of parts, in order, in float32, a piece at a time.
+        """destination = source + weight * sum of parts, in order, in float32, a piece at a time.
 
         A piece is summed in memory of its own, whatever the stores are: a product may round differently elsewhere.
         """
@@ -120,8 +125,7 @@ class Weights:
                 total = original[rows].to(device, torch.float32, copy=True)
                 for subspace, sums in found:
                     subspace.add(total, rows.start, sums, self._weight)
-                for destination in destinations:
-                    destination.view(shape)[rows].copy_(total)
+                destination.view(shape)[rows].copy_(total)
 
 
 def _copies(targets: Sequence[Target]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def flow(model: Tied, **changes: object) -> SubCGE:
 
 def live(model: Tied, messages: list[Message], chance: random.Random) -> SubCGE:
     """A node that gets messages in any order and batches while its own clock goes on."""
-    node = flow(model)
+    node = flow(model, cached=chance.choice([1, 2, 4]))
     rest = chance.sample(messages, len(messages))
     for step in range(4 * PERIOD):
         node.advance(step)
