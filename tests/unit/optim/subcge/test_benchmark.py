@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from peerloom.node.worker.classification import Example, Prompt, PromptClassifier
+from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
 from tests.benchmarks.seedflow_upper import UpperLayers, lower_activations
@@ -47,6 +48,12 @@ def test_every_message_crosses_every_edge_of_a_ring_about_once(clients: int) -> 
     crossings = sum(found.edges.values()) / batch / 2 / clients / clients
     assert crossings == (1 if clients % 2 == 0 else 1 + 1 / clients)
     assert set(flood(complete(clients), 10, 5, lambda chance: 0).known) == {10 * clients}
+
+
+def test_payload_at_the_papers_setting_is_below_the_papers() -> None:
+    rows = {row.name: row for row in payload_rows()}
+    assert rows["payload_bytes_per_edge"].ratio < 1
+    assert rows["payload_chocosgd_lora_opt"].ratio < 1 / 47
 
 
 def test_other_methods_bytes_are_the_papers() -> None:
