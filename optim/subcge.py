@@ -95,6 +95,7 @@ class SubCGE:
         if step // self._length < self.step // self._length:
             raise ValueError(f"step {step} lies in an earlier period than step {self.step}")
         moved = step // self._length > self.step // self._length
+        self.restore()
         self.step = step
         if moved:
             self._weights.move(step // self._length)
@@ -113,6 +114,19 @@ class SubCGE:
                 u, v = self._weights.subspace(target, period).factors(place)
                 self._perturbed.apply(target, u, v, sign * self.eps)
 
+    def directions(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each trainable tensor (k, rows) and (k, columns): u and v of Z for k seeds, in the current period.
+
+        For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_i) u_i.
+        """
+        places = coordinates(torch.tensor(list(seeds), dtype=torch.int64), self._keys, self._rank)
+        found = {}
+        for index, target in enumerate(self._targets):
+            subspace = self._weights.subspace(target, self.step // self._length)
+            p, q = places[:, index] // self._rank, places[:, index] % self._rank
+            found[target.name] = (subspace.left[p], subspace.right[q])
+        return found
+
     def restore(self) -> None:
         """Ends the perturbation; every weight is bit for bit what it was."""
         if self._perturbed is not None:
@@ -129,7 +143,8 @@ class SubCGE:
         return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound)
 
     def refresh(self) -> None:
-        """Writes the weights of all that was absorbed."""
+        """Writes the weights of all that was absorbed; ends a perturbation."""
+        self.restore()
         self._weights.refresh()
 
     def apply(self, messages: Iterable[Sequence[int]]) -> None:
@@ -138,7 +153,7 @@ class SubCGE:
         Raises ValueError or OverflowError as `ExactState.absorb` does, with nothing changed.
         """
         self.absorb(messages)
-        self._weights.refresh()
+        self.refresh()
 
     def absorb(self, messages: Iterable[Sequence[int]]) -> None:
         """Adds the messages to the state, as `apply`, and leaves the weights to the next `refresh`."""
@@ -151,6 +166,7 @@ class SubCGE:
 
     def rebuild(self) -> None:
         """Sums from the base again where messages came late: then equal sets give equal bits."""
+        self.restore()
         self._weights.rebuild()
 
     def state_hash(self) -> bytes:
@@ -164,4 +180,5 @@ class SubCGE:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes an exported state and writes its weights; raises ValueError, with nothing changed."""
         self.state.load(state)
+        self.restore()
         self._weights.reset()

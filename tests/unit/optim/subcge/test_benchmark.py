@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from peerloom.node.worker.classification import Example, Prompt, PromptClassifier
+from peerloom.optim.subcge import SubCGE
 from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
-from tests.benchmarks.seedflow_upper import UpperLayers, lower_activations
+from tests.benchmarks.seedflow_quality import TRAINABLE, estimate_all
+from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
 
 
 class Bytes:
@@ -69,3 +71,26 @@ def test_with_hops_of_the_diameter_a_ring_is_the_complete_graph() -> None:
     whole, around, short = (perform(Delayed(graph=graph, hops=hops, steps=15)) for graph, hops in runs)
     assert whole["hashes"] == around["hashes"] == 1 and short["hashes"] > 1
     assert whole["loss"] == around["loss"] != short["loss"]
+
+
+def test_all_clients_estimates_in_one_pass_are_each_ones_own() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        upper = UpperLayers(LlamaForCausalLM(config).eval(), 2, torch.tensor([3, 4])).eval()
+    draw = torch.Generator().manual_seed(2)
+    data = Cached(torch.randn(6, 5, 16, generator=draw), torch.tensor([5, 2, 3, 5, 4, 1]), torch.tensor([0, 1] * 3))
+    flow = SubCGE(upper, rank=4, period=10, eps=1e-2, lr=1e-3, run_seed=1, trainable=TRAINABLE)
+    seeds = [flow.seed_of(client, 0) for client in range(3)]
+    together = estimate_all(flow, upper, data, seeds)
+    for client, seed in enumerate(seeds):
+        part = data.pick(torch.arange(2 * client, 2 * client + 2))
+
+        def loss(part: Cached = part) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(upper(part), part.labels)
+
+        assert abs(flow.estimate(loss, seed) - together[client]) < 20
+    assert len(set(together)) == 3
