@@ -10,6 +10,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from peerloom.node.worker.gguf import is_gguf
+from peerloom.node.worker.gguf import open_model as open_gguf
 from peerloom.node.worker.tokenizer import BYTES_SEPARATOR
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import RunSpec
@@ -84,8 +86,10 @@ def _load(path: str) -> Any:
     local = Path(path).expanduser()
     where = str(local) if local.is_dir() else path
     try:
+        if is_gguf(path):
+            return open_gguf(path)
         return AutoModelForCausalLM.from_pretrained(where, local_files_only=local.is_dir())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise SpecError([f"model.path: {path} cannot be loaded: {_first(error)}"]) from error
 
 

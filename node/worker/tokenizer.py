@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from peerloom.node.worker.gguf import is_gguf
+from peerloom.node.worker.gguf import open_tokenizer as open_gguf
 from peerloom.protocol.errors import DataError
 
 BYTES_SEPARATOR = 0  # NUL occurs in no text
@@ -44,8 +46,11 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self.inner = AutoTokenizer.from_pretrained(name, local_files_only=Path(name).is_dir())
-        except (OSError, ValueError) as error:
+            if is_gguf(name):
+                self.inner = open_gguf(name)
+            else:
+                self.inner = AutoTokenizer.from_pretrained(name, local_files_only=Path(name).is_dir())
+        except (OSError, ValueError, ImportError) as error:
             raise DataError(f"the tokenizer {name} could not be loaded: {error}; correct data.tokenizer") from error
         self.vocab_size = len(self.inner)
         fitting = (kind for kind in (np.uint8, np.uint16, np.uint32) if self.vocab_size <= np.iinfo(kind).max + 1)

@@ -1,0 +1,57 @@
+"""The two-point estimate of the loss's slope in a seed's direction (SPSA, Spall 1992; MeZO, arXiv 2305.17333)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from peerloom.optim.subcge_state import FRACTION_BITS
+
+LossFn = Callable[[], Tensor | float]
+
+
+class NotFinite(ArithmeticError):
+    """The loss at theta + eps z or theta - eps z is no finite number."""
+
+
+class Perturbed(Protocol):
+    """What moves a model along a seed's direction, from wherever it stood, and back."""
+
+    def perturb(self, seed: int, sign: int) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+def two_point(model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, eps: float, bound: int) -> int:
+    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-16, clipped to +-bound. Raises NotFinite."""
+    losses = []
+    with torch.no_grad(), evaluating(model):
+        try:
+            for sign in (1, -1):
+                mover.perturb(seed, sign)
+                losses.append(float(loss_fn()))
+        finally:
+            mover.restore()
+    plus, minus = losses
+    if not (math.isfinite(plus) and math.isfinite(minus)):
+        raise NotFinite(f"the loss is {plus} and {minus} at theta +- eps z; lower eps or the learning rate")
+    slope = (plus - minus) / (2 * eps)
+    scalar: int = round(max(-bound, min(bound, slope * 2**FRACTION_BITS)))
+    return scalar
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside: no dropout, and no running statistics that both passes would move."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

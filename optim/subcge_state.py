@@ -1,0 +1,155 @@
+"""What a node has absorbed, exactly: integer sums that do not depend on order, and a hash that proves them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peerloom.optim.subcge_random import coordinates, message_seeds
+
+FRACTION_BITS = 16  # of a scalar: a unit is 2^-16
+SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
+_INT64_MAX = 2**63 - 1
+
+
+class Message(NamedTuple):
+    """One step of one node. Plain tuples in this order are taken as well.
+
+    `origin`: the sender's 64-bit key, as an int in the range of int64; `sequence`: 0, 1, 2 … of this origin; `step`:
+    the local step, whose period (step // T) is the subspace the scalar belongs to; `scalar`: in units of 2^-16.
+    (origin, sequence) names the message: it fixes the direction, and who absorbs messages drops repeats by it.
+    """
+
+    origin: int
+    sequence: int
+    step: int
+    scalar: int
+
+
+class ExactState:
+    """For each period with messages: their number, and int64 sums of (tensors, rank, rank).
+
+    Integer addition commutes, so the state is a function of the set of messages. No sum can overflow: a scalar is at
+    most `bound`, and a period takes at most `capacity` = (2^63 - 1) // bound messages.
+    """
+
+    def __init__(self, keys: Sequence[int], rank: int, period: int, run_seed: int, bound: int) -> None:
+        if not 0 < bound <= SCALAR_LIMIT:
+            raise ValueError(f"the scalars' bound must be from 1 to {SCALAR_LIMIT}, not {bound}")
+        if period < 1:
+            raise ValueError(f"a period must have at least 1 step, not {period}")
+        self.bound = bound
+        self.capacity = _INT64_MAX // bound
+        self.counts: dict[int, int] = {}
+        self.sums: dict[int, Tensor] = {}
+        self._keys = torch.tensor(keys, dtype=torch.int64)
+        self._rank = rank
+        self._period = period
+        self._run_seed = run_seed
+        self._digests: dict[int, bytes] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(tensors, rank, rank): of one period's sums."""
+        return len(self._keys), self._rank, self._rank
+
+    def absorb(self, messages: Iterable[Sequence[int]]) -> dict[int, Tensor]:
+        """Adds messages and returns what was added, by period.
+
+        Raises ValueError for a field out of its range and OverflowError for a full period; then nothing was added.
+        """
+        rows = self._checked(messages)
+        added: dict[int, Tensor] = {}
+        if not len(rows):
+            return added
+        periods = rows[:, 2] // self._period
+        numbers = Counter(periods.tolist())
+        for period, number in numbers.items():
+            if self.counts.get(period, 0) + number > self.capacity:
+                raise OverflowError(f"period {period} has taken its {self.capacity} messages")
+        for period, number in numbers.items():
+            added[period] = self._sum_of(rows[periods == period])
+            self._add(period, number, added[period])
+        return added
+
+    def hash(self) -> bytes:
+        """32 bytes, SHA-256 over all periods in order: number, count and sums, little-endian."""
+        total = hashlib.sha256(f"peerloom-subcge-1:{self._run_seed}:{self._period}:{self.shape}".encode())
+        total.update(_little_endian(self._keys))
+        for period in sorted(self.counts):
+            if period not in self._digests:
+                self._digests[period] = hashlib.sha256(_little_endian(self.sums[period])).digest()
+            total.update(period.to_bytes(8, "little") + self.counts[period].to_bytes(8, "little"))
+            total.update(self._digests[period])
+        return total.digest()
+
+    def export(self) -> dict[str, Tensor]:
+        """`periods` and `counts`, (n,), and `sums`, (n, tensors, rank, rank), all int64: what a late joiner needs."""
+        order = sorted(self.counts)
+        sums = [self.sums[period] for period in order]
+        return {
+            "periods": torch.tensor(order, dtype=torch.int64),
+            "counts": torch.tensor([self.counts[period] for period in order], dtype=torch.int64),
+            "sums": torch.stack(sums) if sums else torch.zeros(0, *self.shape, dtype=torch.int64),
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Replaces the state by an exported one; raises ValueError, with nothing changed, for one that cannot be."""
+        found = {name: state.get(name) for name in ("periods", "counts", "sums")}
+        for name, tensor in found.items():
+            if tensor is None or tensor.dtype != torch.int64:
+                raise ValueError(f"the state's {name} must be an int64 tensor")
+        periods, counts, sums = (tensor.cpu() for tensor in found.values() if tensor is not None)
+        if periods.dim() != 1 or counts.shape != periods.shape or sums.shape != (len(periods), *self.shape):
+            raise ValueError(f"the state's sums must be of shape {('periods', *self.shape)}, not {tuple(sums.shape)}")
+        if (periods < 0).any() or (periods.diff() <= 0).any() or (counts < 1).any() or (counts > self.capacity).any():
+            raise ValueError("the state's periods must ascend from 0, and their counts lie between 1 and the capacity")
+        limit = (counts * self.bound).view(-1, 1, 1, 1)
+        if (sums > limit).any() or (sums < -limit).any():
+            raise ValueError("the state's sums are larger than its counts of messages allow")
+        order = periods.tolist()
+        self.counts = dict(zip(order, counts.tolist(), strict=True))
+        self.sums = {period: one.clone() for period, one in zip(order, sums, strict=True)}
+        self._digests = {}
+
+    def _checked(self, messages: Iterable[Sequence[int]]) -> Tensor:
+        """(n, 4) int64."""
+        listed = list(messages)
+        if not listed:
+            return torch.empty(0, 4, dtype=torch.int64)
+        try:
+            rows = torch.tensor(listed)
+        except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"a message must be four integers of 64 bits: {error}") from error
+        if rows.dtype != torch.int64 or rows.shape != (len(listed), 4):
+            raise ValueError("a message must be four integers of 64 bits")
+        if (rows[:, 1:3] < 0).any():
+            raise ValueError("a message's sequence and step must not be negative")
+        if (rows[:, 3] > self.bound).any() or (rows[:, 3] < -self.bound).any():
+            raise ValueError(f"a message's scalar lies outside the bound of {self.bound}")
+        return rows
+
+    def _sum_of(self, rows: Tensor) -> Tensor:
+        seeds = message_seeds(self._run_seed, rows[:, 0], rows[:, 1])
+        cells = self._rank * self._rank
+        places = coordinates(seeds, self._keys, self._rank).add_(torch.arange(len(self._keys)) * cells)
+        scalars = rows[:, 3:].expand_as(places)
+        flat = torch.zeros(len(self._keys) * cells, dtype=torch.int64)
+        return flat.index_add_(0, places.flatten(), scalars.flatten()).view(self.shape)
+
+    def _add(self, period: int, number: int, sums: Tensor) -> None:
+        self.counts[period] = self.counts.get(period, 0) + number
+        if period in self.sums:
+            self.sums[period] += sums
+        else:
+            self.sums[period] = sums.clone()
+        self._digests.pop(period, None)
+
+
+def _little_endian(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().numpy().astype("<i8", copy=False).data)

@@ -1,0 +1,96 @@
+"""What the benchmark of SeedFlow stands on: the upper layers are the model's own, flooding reaches all, hops matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from peerloom.node.worker.classification import Example, Prompt, PromptClassifier
+from peerloom.optim.subcge import SubCGE
+from tests.benchmarks.seedflow import payload_rows
+from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
+from tests.benchmarks.seedflow_hops import Delayed, perform
+from tests.benchmarks.seedflow_quality import TRAINABLE, estimate_all
+from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
+
+
+class Bytes:
+    """A tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
+def test_upper_layers_give_the_whole_models_logits() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: Any = LlamaForCausalLM(config).eval()
+    classifier = PromptClassifier(Bytes(), Prompt("{text} It was", (" bad", "good")), 40)
+    examples = [Example("x" * length, length % 2) for length in (1, 7, 20, 3)]
+    cached = lower_activations(model, 2, classifier, examples)
+    upper = UpperLayers(model, 2, classifier.label_tokens)
+    with torch.no_grad():
+        expected = classifier.scores(model, classifier.batch(examples))
+        torch.testing.assert_close(upper(cached.pick(torch.arange(4))), expected, rtol=1e-2, atol=2e-3)
+        torch.testing.assert_close(upper(cached.pick(torch.tensor([3, 0]))), expected[[3, 0]], rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("clients", [4, 7, 16])
+def test_every_message_crosses_every_edge_of_a_ring_about_once(clients: int) -> None:
+    found = flood(ring(clients), 10, 5, lambda chance: -1)
+    assert set(found.known) == {10 * clients}
+    batch = len(encode(0, 0, [-1] * 5))
+    assert batch == 8
+    crossings = sum(found.edges.values()) / batch / 2 / clients / clients
+    assert crossings == (1 if clients % 2 == 0 else 1 + 1 / clients)
+    assert set(flood(complete(clients), 10, 5, lambda chance: 0).known) == {10 * clients}
+
+
+def test_payload_at_the_papers_setting_is_below_the_papers() -> None:
+    rows = {row.name: row for row in payload_rows()}
+    assert rows["payload_bytes_per_edge"].ratio < 1
+    assert rows["payload_chocosgd_lora_opt"].ratio < 1 / 47
+
+
+def test_other_methods_bytes_are_the_papers() -> None:
+    found = first_order_bytes(OPT_1_3B, 100)
+    assert found["DSGD"] == pytest.approx(526e9, rel=0.01)
+    assert found["ChocoSGD"] == pytest.approx(15.79e9, rel=0.01)
+    assert found["DSGD-LoRA"] == pytest.approx(629.1e6, rel=0.01)
+    assert found["ChocoSGD-LoRA"] == pytest.approx(18.8e6, rel=0.01)
+
+
+def test_with_hops_of_the_diameter_a_ring_is_the_complete_graph() -> None:
+    runs = (("complete", 1), ("ring", 8), ("ring", 1))
+    whole, around, short = (perform(Delayed(graph=graph, hops=hops, steps=15)) for graph, hops in runs)
+    assert whole["hashes"] == around["hashes"] == 1 and short["hashes"] > 1
+    assert whole["loss"] == around["loss"] != short["loss"]
+
+
+def test_all_clients_estimates_in_one_pass_are_each_ones_own() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        upper = UpperLayers(LlamaForCausalLM(config).eval(), 2, torch.tensor([3, 4])).eval()
+    draw = torch.Generator().manual_seed(2)
+    data = Cached(torch.randn(6, 5, 16, generator=draw), torch.tensor([5, 2, 3, 5, 4, 1]), torch.tensor([0, 1] * 3))
+    flow = SubCGE(upper, rank=4, period=10, eps=1e-2, lr=1e-3, run_seed=1, trainable=TRAINABLE)
+    seeds = [flow.seed_of(client, 0) for client in range(3)]
+    together = estimate_all(flow, upper, data, seeds)
+    for client, seed in enumerate(seeds):
+        part = data.pick(torch.arange(2 * client, 2 * client + 2))
+
+        def loss(part: Cached = part) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(upper(part), part.labels)
+
+        assert abs(flow.estimate(loss, seed) - together[client]) < 20
+    assert len(set(together)) == 3

@@ -1,0 +1,199 @@
+"""State and weights are functions of the set of messages: order, batches, periods and joining late change no bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerloom.optim.subcge import SCALAR_LIMIT, Message, SubCGE
+from tests.unit.optim.subcge.models import Tied, bits, equal, tied
+
+PERIOD = 5
+MESSAGES = st.lists(
+    st.builds(
+        Message,
+        origin=st.sampled_from([-(2**63), -7, 0, 2**63 - 1]),
+        sequence=st.integers(0, 2**40),
+        step=st.integers(0, 4 * PERIOD - 1),
+        scalar=st.integers(-SCALAR_LIMIT, SCALAR_LIMIT),
+    ),
+    max_size=25,
+    unique_by=lambda message: message[:2],
+)
+
+
+def flow(model: Tied, **changes: object) -> SubCGE:
+    settings: dict[str, object] = {"rank": 3, "period": PERIOD, "eps": 1e-3, "lr": 1e-5, "run_seed": 7}
+    return SubCGE(model, **(settings | changes))  # type: ignore[arg-type]
+
+
+def live(model: Tied, messages: list[Message], chance: random.Random) -> SubCGE:
+    """A node that gets messages in any order and batches while its own clock goes on."""
+    node = flow(model, cached=chance.choice([1, 2, 4]))
+    rest = chance.sample(messages, len(messages))
+    for step in range(4 * PERIOD):
+        node.advance(step)
+        if chance.random() < 0.3:
+            taken, rest = rest[: len(rest) // 3], rest[len(rest) // 3 :]
+            node.apply(taken)
+    node.apply(rest)
+    node.rebuild()
+    return node
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=8, deadline=None)
+@given(messages=MESSAGES, chance=st.randoms(use_true_random=False))
+def test_any_order_gives_the_same_bits(dtype: torch.dtype, messages: list[Message], chance: random.Random) -> None:
+    models = [tied(dtype) for _ in range(4)]
+    nodes = [live(model, messages, chance) for model in models[:2]]
+    central = flow(models[2])
+    central.apply(sorted(messages))
+    joiner = flow(models[3])
+    joiner.advance(2 * PERIOD)
+    joiner.load_state(central.export_state())
+    hashes = {node.state_hash() for node in [*nodes, central, joiner]}
+    assert len(hashes) == 1
+    assert all(equal(bits(models[0]), bits(model)) for model in models[1:])
+
+
+@settings(max_examples=25, deadline=None)
+@given(messages=MESSAGES.filter(bool), data=st.data())
+def test_another_set_has_another_hash(messages: list[Message], data: st.DataObject) -> None:
+    whole, less, changed = flow(tied()), flow(tied()), flow(tied())
+    whole.apply(messages)
+    less.apply(messages[1:])
+    first = messages[0]
+    changed.apply([first._replace(scalar=first.scalar - 1 if first.scalar > 0 else first.scalar + 1), *messages[1:]])
+    assert len({whole.state_hash(), less.state_hash(), changed.state_hash()}) == 3
+    assert flow(tied(), run_seed=8).state_hash() != flow(tied()).state_hash()
+
+
+def test_a_late_message_goes_to_its_own_subspace() -> None:
+    """At once, though its period is over; and the rebuilt sum has the bits of one that came in time."""
+    early, late = tied(), tied()
+    message = Message(1, 4, 2, 40_000_000)
+    other = Message(1, 5, PERIOD + 1, -30_000_000)
+    for model, parts in ((early, ([message, other], [])), (late, ([other], [message]))):
+        node = flow(model)
+        node.apply(parts[0])
+        node.advance(2 * PERIOD)
+        node.apply(parts[1])
+        assert node.stale == (model is late)
+        if node.stale:
+            for mine, theirs in zip(bits(late), bits(early), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        node.rebuild()
+        assert not node.stale
+    assert equal(bits(early), bits(late))
+    assert not equal(bits(early), bits(tied()))
+
+
+def test_weights_do_not_drift_in_bf16() -> None:
+    """2,000 steps far below a bf16 ulp each: one at a time they would all be lost."""
+    model = tied(torch.bfloat16)
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    node = flow(model, lr=1e-6, period=4000, base=base)
+    exact = tied(torch.float32)
+    for name, parameter in exact.named_parameters():
+        parameter.data.copy_(base[name])
+    reference = flow(exact, lr=1e-6, period=4000)
+    messages = [Message(0, k, k, 65_536 * (k % 7)) for k in range(2000)]
+    for start in range(0, 2000, 50):
+        node.apply(messages[start : start + 50])
+    reference.apply(messages)
+    for mine, theirs in zip(bits(model), bits(exact), strict=True):
+        assert torch.equal(mine, theirs.bfloat16())
+    assert not equal(bits(model), list(base.values()))
+
+
+def test_stores_may_be_given_and_are_used() -> None:
+    """The base stays as it is; the anchor takes the periods that are over."""
+    model = tied()
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    anchor = {name: torch.full_like(tensor, torch.nan) for name, tensor in base.items()}
+    node = flow(model, base=base, anchor=anchor)
+    node.apply([Message(0, 0, 0, 10**9)])
+    node.advance(PERIOD)
+    assert equal(list(base.values()), bits(tied()))
+    assert equal(list(anchor.values()), bits(model))
+
+
+def test_no_sum_can_overflow() -> None:
+    node = flow(tied(), bound=2**31 - 1)
+    capacity = node.state.capacity
+    assert capacity * (2**31 - 1) <= 2**63 - 1 < (capacity + 1) * (2**31 - 1)
+    state = node.export_state()
+    full = {
+        "periods": torch.tensor([0]),
+        "counts": torch.tensor([capacity]),
+        "sums": torch.full((1, *state["sums"].shape[1:]), capacity * (2**31 - 1)),
+    }
+    node.load_state(full)
+    before = node.state_hash()
+    with pytest.raises(OverflowError, match="period 0"):
+        node.apply([Message(0, 1, PERIOD, 5), Message(0, 0, 0, 1)])
+    assert node.state_hash() == before
+    node.apply([Message(0, 1, PERIOD, 5)])
+    assert node.state_hash() != before
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (0, 0, 0, 101),
+        (0, 0, 0, -101),
+        (0, -1, 0, 1),
+        (0, 0, -1, 1),
+        (2**63, 0, 0, 1),
+        (0, 0, 0, 2**70),
+        (0, 0, 0),
+        ("a", 0, 0, 1),
+        (0, 0, 0, 1.5),
+    ],
+)
+def test_a_bad_message_changes_nothing(bad: tuple[int, ...]) -> None:
+    model = tied()
+    node = flow(model, bound=100)
+    before = node.state_hash()
+    with pytest.raises(ValueError, match="message"):
+        node.apply([Message(0, 5, 0, 100), bad])
+    assert node.state_hash() == before and equal(bits(model), bits(tied()))
+
+
+def damaged(state: dict[str, torch.Tensor], name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in (state | {name: value}).items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("periods", None),
+        ("periods", torch.tensor([1, 0])),
+        ("periods", torch.tensor([-1, 0])),
+        ("periods", torch.tensor([0.0, 1.0])),
+        ("counts", torch.tensor([1, 0])),
+        ("counts", torch.tensor([1, 2**62])),
+        ("sums", torch.zeros(2, 1, 3, 3, dtype=torch.int64)),
+        ("sums", torch.full((2, 6, 3, 3), 101)),
+        ("sums", torch.full((2, 6, 3, 3), -(2**63))),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(name: str, value: torch.Tensor | None) -> None:
+    node = flow(tied(), bound=100)
+    node.apply([Message(0, 0, 0, 50), Message(0, 1, PERIOD, 50)])
+    before = node.state_hash()
+    with pytest.raises(ValueError, match="state"):
+        node.load_state(damaged(node.export_state(), name, value))
+    assert node.state_hash() == before
+
+
+def test_time_does_not_run_backwards() -> None:
+    node = flow(tied())
+    node.advance(PERIOD)
+    with pytest.raises(ValueError, match="earlier period"):
+        node.advance(PERIOD - 1)
