@@ -21,6 +21,7 @@ LIMIT = 10.0  # points from which a relay is left alone
 FIRST_BAN_S = 60.0
 LONGEST_BAN_S = 3600.0
 FAULT_WEIGHTS = {
+    "gone": 0.0,  # it cannot be reached: as in a cut of our own, whose end must find it in good standing
     "refused": 1.0,  # full, or the target has moved on: no fault, but others may be of more use
     "broken": 2.0,  # a tunnel, or the connection to it, ended before its time; the far end may have died
     "stalled": 4.0,  # bytes went in and none came out

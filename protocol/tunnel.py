@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from peerloom.protocol import checks, limits
-from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
+from peerloom.protocol.errors import LinkError, MalformedMessage
 from peerloom.protocol.types import PeerId
 
 TUNNEL: Final = "peerloom/tunnel/1"
@@ -108,10 +108,12 @@ def decode_answer(data: bytes) -> Refusal | None:
     return None if data[0] == TAKEN else _REFUSALS[data[0] - 1]
 
 
-def refused(relay: PeerId, refusal: Refusal) -> PeerError:
-    """The error of a tunnel that was not taken."""
-    kind = LimitExceeded if refusal == "greedy" else LinkError
-    return kind(f"no tunnel through {relay}: {_SAID[refusal]}")
+class TunnelRefused(LinkError):
+    """A tunnel that `by` did not take; `refusal` says why."""
+
+    def __init__(self, by: PeerId, refusal: Refusal) -> None:
+        super().__init__(f"no tunnel through {by}: {_SAID[refusal]}")
+        self.refusal: Refusal = refusal
 
 
 def frame_head(size: int) -> bytes:
