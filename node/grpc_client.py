@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from peerloom.node.backoff import Backoff
-from peerloom.node.dialer import Dialer, Endpoint
+from peerloom.node.dialer import Dialer, Endpoint, PlainDialer
 from peerloom.node.grpc_wire import (
     CAPPED_OPTIONS,
     CLIENT_OPTIONS,
@@ -66,7 +66,7 @@ class PeerLink:
         rng: random.Random,
         traffic: Traffic,
         background: set[asyncio.Task[None]],
-        dialer: Dialer,
+        dialer: Dialer | None = None,
     ) -> None:
         self.record = record
         self.clock_offset_s = 0.0  # the peer's clock minus ours, as of the last Hello
@@ -76,7 +76,7 @@ class PeerLink:
         self._clock = clock
         self._traffic = traffic
         self._background = background
-        self._dialer = dialer
+        self._dialer = dialer or PlainDialer()
         self._endpoint: Endpoint | None = None  # of the channel
         self._backoff = Backoff(rng)
         self._connecting = asyncio.Lock()
@@ -99,6 +99,10 @@ class PeerLink:
                 raise
         channel, token = await self._proven()
         return await attempt(channel, ((TOKEN_KEY, token),))
+
+    async def prove(self) -> None:
+        """Connects, and nothing else."""
+        await self._proven()
 
     async def close(self) -> None:
         """Ends the channel and every call on it."""

@@ -64,7 +64,7 @@ class Tunnels:
         self._daemon = daemon
         await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
 
-    def attach_client(self, daemon: P2pDaemon) -> None:
+    async def attach_client(self, daemon: P2pDaemon) -> None:
         """Only opens streams by it: for one that listens on nothing."""
         self._daemon = daemon
 
@@ -195,8 +195,9 @@ class Tunnels:
             self.desk.left(origin)
 
     async def _forward(self, stream: Stream, source: PeerId, target: PeerId, settle: Callable[[], None]) -> None:
-        refusal = "unwilling" if not self._allowed(target) else None
-        refusal = refusal or self.desk.open_to(source, target, self._clock.monotonic())
+        if not self._allowed(target):
+            return await self._refuse(stream, "unwilling")
+        refusal = self.desk.open_to(source, target, self._clock.monotonic())
         if refusal is not None:
             return await self._refuse(stream, refusal)
         try:

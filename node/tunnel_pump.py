@@ -118,7 +118,7 @@ async def _inward(local: Stream, stream: Stream, moved: Passing) -> None:
 
 async def _both(*copies: Coroutine[None, None, None]) -> None:
     """Runs them side by side; the first error ends the other."""
-    tasks = [asyncio.ensure_future(copy) for copy in copies]
+    tasks = [asyncio.create_task(copy) for copy in copies]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -127,7 +127,7 @@ async def _both(*copies: Coroutine[None, None, None]) -> None:
 
 async def _first(*copies: Coroutine[None, None, None]) -> None:
     """Runs them side by side until one is over."""
-    tasks = [asyncio.ensure_future(copy) for copy in copies]
+    tasks = [asyncio.create_task(copy) for copy in copies]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -136,7 +136,7 @@ async def _first(*copies: Coroutine[None, None, None]) -> None:
         await _end(tasks)
 
 
-async def _end(tasks: list[asyncio.Future[None]]) -> None:
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

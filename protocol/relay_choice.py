@@ -88,8 +88,8 @@ class RelayBook:
     ) -> tuple[PeerId, ...]:
         """The AT_ONCE relays to hold a place at: those `kept`, unless they no longer serve or others are far better.
 
-        A relay is one that can be dialled itself and offers it: so no relay is reached through a relay. `gone` are those
-        that broke off just now.
+        A relay is one that can be dialled itself and offers it: so no relay is reached through a relay. `gone` are
+        those that broke off just now.
         """
         listed = {record.peer_id: record.relays and record.reach == "direct" for record in records}
         able = {peer for peer, serves in listed.items() if serves} - gone

@@ -162,9 +162,9 @@ class RelayDesk:
 
     def _forget(self, now: float) -> None:
         """Budgets that are whole again say nothing; at most one peer a libp2p connection has one."""
-        full = [peer for peer, each in self._budgets.items() if each.left + (now - each.at) * OPENS_PER_S >= OPENS_BURST]
-        for peer in full:
-            del self._budgets[peer]
+        for peer, each in list(self._budgets.items()):
+            if each.left + (now - each.at) * OPENS_PER_S >= OPENS_BURST:
+                del self._budgets[peer]
 
 
 class RelayShares:
