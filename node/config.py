@@ -80,7 +80,11 @@ class NodeConfig(BaseSettings):
     )
     relay: bool = _setting(True, "carry calls to peers that cannot be dialled, if this node can be", "true or false")
     relay_rate: int = _setting(
-        0, "bytes a second carried for others at most; 0: the smaller of max_upload and max_download", _RATE, ge=0, le=10**12
+        0,
+        "bytes a second carried for others at most; 0: the smaller of max_upload and max_download",
+        _RATE,
+        ge=0,
+        le=10**12,
     )
     relay_pair_rate: int = _setting(
         0, "bytes a second carried at most for any two of them; 0: no cap", _RATE, ge=0, le=10**12

@@ -144,15 +144,6 @@ class DhtStack:
             except (LinkError, TimeoutError) as error:
                 log.debug("%s is not let go: %s", peer, error)
 
-    def be_client(self, client: bool) -> None:
-        """Whether requests leave out who asks, so that nobody takes this node for one that it can dial."""
-        if self._dht is None:
-            return
-        from hivemind.proto import dht_pb2
-
-        protocol = self._dht.protocol
-        protocol.node_info = dht_pb2.NodeInfo() if client else dht_pb2.NodeInfo(node_id=protocol.node_id.to_bytes())
-
     async def stop(self) -> None:
         """Leaves the DHT and ends p2pd; calls still under way end by their own deadlines."""
         if self._dht is not None:

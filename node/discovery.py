@@ -83,7 +83,6 @@ class DhtDiscovery:
         self._seen: dict[PeerId, PeerEntry] = {}
         self._contacts: dict[PeerId, str] = {}
         self._hooks: list[Callable[[P2pDaemon], Awaitable[None]]] = []
-        self._client = False
         self._redials: dict[PeerId, Backoff] = {}
         self._rng = random.Random(settings.identity.peer_id)
         self._kept: list[tuple[Any, Any]] = []  # what a life of p2pd that ended had stored
@@ -188,12 +187,6 @@ class DhtDiscovery:
         self._hooks.append(hook)
         if self._stack is not None:
             await hook(self._stack.daemon)
-
-    def be_client(self, client: bool) -> None:
-        """Whether others shall leave this node out of their routing tables, as one that they cannot dial."""
-        self._client = client
-        if self._stack is not None:
-            self._stack.be_client(client)
 
     async def libp2p_addresses(self) -> tuple[str, ...]:
         """The multiaddrs of p2pd that others can dial, best first, those that a router has mapped among them."""
@@ -376,7 +369,6 @@ class DhtDiscovery:
         except (PeerloomError, OSError, TimeoutError) as error:
             log.warning("the libp2p daemon does not start: %s", error)
             return False
-        stack.be_client(self._client)
         stack.keep(self._kept)
         await self._reconnect(stack)
         if self._own.record is not None:

@@ -68,7 +68,7 @@ class RememberedPorts:
         self._ports = _read_ports(file)
 
     def choose(self, name: str, host: str, wanted: int) -> int:
-        """`wanted`, or for 0 the remembered port if it is free, or 0; raises PortInUse at once when `wanted` is taken."""
+        """`wanted`, or for 0 the remembered port if it is free, or 0; raises PortInUse when `wanted` is taken."""
         remembered = self._ports.get(name, 0)
         if wanted or not remembered:
             hold_port(host, wanted).release()

@@ -27,8 +27,7 @@ LIBP2P_EVERY = 10  # looks; p2pd is asked for its addresses at each of those
 class ReachDriver:
     """`run` is a background job of the node, begun once its server listens.
 
-    `moved` is told when the machine's addresses have changed, `be_client` whether this node cannot be dialled,
-    `libp2p` tells p2pd's addresses.
+    `moved` is told when the machine's addresses have changed, `libp2p` tells p2pd's.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class ReachDriver:
         facts: Facts,
         clock: Clock,
         moved: Callable[[], Awaitable[None]],
-        be_client: Callable[[bool], None],
         libp2p: Callable[[], Awaitable[tuple[str, ...]]],
     ) -> None:
         self._machine = machine
@@ -51,7 +49,6 @@ class ReachDriver:
         self._facts = facts
         self._clock = clock
         self._moved = moved
-        self._be_client = be_client
         self._libp2p = libp2p
         self._kept: dict[PeerId, asyncio.Task[None]] = {}
         self._jobs: set[asyncio.Task[None]] = set()
@@ -121,7 +118,6 @@ class ReachDriver:
         relays = news.reach == "direct" and self._tunnels.desk.limits.relays
         facts.reach, facts.via, facts.addresses, facts.relays = news.reach, news.via, news.addresses, relays
         self._tunnels.desk.willing = news.reach != "via"
-        self._be_client(news.reach == "via")
         self._view.announce()
 
     async def _ask(self, peer: PeerId, addresses: tuple[str, ...]) -> None:

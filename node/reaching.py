@@ -59,7 +59,6 @@ class Reaching:
             facts=facts,
             clock=self.clock,
             moved=discovery.moved,
-            be_client=discovery.be_client,
             libp2p=discovery.libp2p_addresses,
         )
         self._own_relays.append(driver.my_relays)

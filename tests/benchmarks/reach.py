@@ -57,8 +57,8 @@ def rows(numel: int, turns: int, seconds: dict[str, list[float]], calls: dict[st
             unit="MB/s both ways together",
             baseline="direct",
             baseline_value=both_ways / MB / exchange["direct"],
-            setting=f"{numel / 1e6:g} M fp32 parameters each way at once, median of {len(seconds['relayed'])} exchanges in "
-            f"{turns} turns, one relay, loopback",
+            setting=f"{numel / 1e6:g} M fp32 parameters each way at once, median of {len(seconds['relayed'])} "
+            f"exchanges in {turns} turns, one relay, loopback",
         ),
         Row(
             name="relay_latency_ms",

@@ -17,7 +17,6 @@ from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import load_or_create
 from peerloom.node.reaching import Reaching
-from peerloom.node.tls import make_certificate
 from peerloom.node.tunnel_dialer import TunnelDialer
 from peerloom.protocol.dial_order import relay_address
 from peerloom.protocol.invite import parse_invite
