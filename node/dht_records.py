@@ -95,6 +95,13 @@ def _address(value: str) -> str:
         raise ValueError(str(error)) from error
 
 
+def _relay(value: str) -> str:
+    try:
+        return checks.peer_id("relay", value)
+    except ProtocolError as error:
+        raise ValueError(str(error)) from error
+
+
 def _multiaddr(value: str) -> str:
     try:
         return checks.multiaddr(value)
@@ -144,7 +151,7 @@ class _Record(_Model):
     down_bytes: _Count
     sketch: Annotated[tuple[_SketchValue, ...], Field(max_length=limits.MAX_SKETCH)] = ()
     reach: Reach = "unknown"
-    via: Annotated[tuple[_PeerIdText, ...], Field(max_length=limits.MAX_VIA)] = ()
+    via: Annotated[tuple[Annotated[str, AfterValidator(_relay)], ...], Field(max_length=limits.MAX_VIA)] = ()
     relays: bool = False
     libp2p: Annotated[tuple[Annotated[str, AfterValidator(_multiaddr)], ...], Field(max_length=limits.MAX_LIBP2P)] = ()
 

@@ -178,7 +178,11 @@ class P2pDaemon:
         from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
         from hivemind.proto import p2pd_pb2
 
-        opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[protocol])
+        try:
+            target = PeerID.from_base58(peer_id).to_bytes()
+        except ValueError:
+            raise LinkError(f"{peer_id} is no peer id") from None
+        opening = p2pd_pb2.StreamOpenRequest(peer=target, proto=[protocol])
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
         response = p2pd_pb2.Response()
         async with asyncio.timeout(timeout_s):

@@ -20,8 +20,8 @@ from peerloom.protocol.types import PeerId
 log = logging.getLogger(__name__)
 
 HEADER_S = 3.0  # from a stream's first sign of life to the end of its header
-SETUP_S = 5.0  # to open a tunnel, the relay's own step to the target included
-FORWARD_S = 2.5  # the relay's step: one that fails is tried again on a connection of its own
+SETUP_S = 6.0  # to open a tunnel, the relay's own step to the target included
+FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connection of its own
 KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
 
 Count = Callable[[str, float], None]

@@ -120,7 +120,8 @@ class TunnelEndpoint:
             self._task.cancel()
 
     def cut(self) -> None:
-        """Ends the tunnel now: its relay is lost."""
+        """Ends the tunnel now: its relay is lost, and has been judged for it."""
+        self._scored = True
         if self._local is not None:
             self._local[1].transport.abort()
         elif self._task is not None:

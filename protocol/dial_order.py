@@ -8,7 +8,7 @@ from typing import Final
 from peerloom.protocol.types import PeerId, PeerRecord
 
 DELAY_S: Final = 0.25  # RFC 8305, section 5: from one attempt to the next, unless that one fails before
-RELAY: Final = "relay:"  # the scheme of an address through a peer; `relay:` and the peer's own id: over libp2p, direct
+RELAY: Final = "relay://"  # begins an address through a peer, and no host:port; with the peer's own id: over libp2p
 MAX_ROUTES: Final = 16
 
 
