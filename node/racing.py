@@ -38,7 +38,7 @@ async def race(
                 raise NoneWon([error for task in tasks if isinstance(error := task.exception(), PeerloomError)])
             timeout = delay_s if waiting else None
             done, _ = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            for task in (task for task in running if task in done):
                 if task.exception() is None:
                     winner = task
                     return task.result()

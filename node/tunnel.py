@@ -208,11 +208,14 @@ class Tunnels:
                 await _answer(stream)
                 settle()
                 self._count("tunnels_relayed", 1.0)
-                await relay(stream, onward, self._sharing((source, target)))
+                await self._carry(stream, onward, (source, target))
             finally:
                 onward[1].close()
         finally:
             self.desk.closed(source, target)
+
+    async def _carry(self, one: Stream, other: Stream, pair: Pair) -> None:
+        await relay(one, other, self._sharing(pair))
 
     async def _reach(self, source: PeerId, target: PeerId) -> Stream | Refusal:
         """The relay's step to the target.

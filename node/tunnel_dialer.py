@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ACCEPT_S = 10.0  # grpc connects at once; a tunnel that nobody takes is closed
 MAX_TUNNELS = 256  # open at once by this node
 MAX_REMEMBERED = 4096  # peers whose last way is remembered
-SILENT_S = 10.0  # a connection given up after so long without a byte was stalled, not spoilt
+SILENT_S = 2.0  # a connection given up after so long without a byte was stalled, not spoilt
 
 RecordOf = Callable[[PeerId], PeerRecord | None]
 
@@ -48,7 +48,7 @@ class TunnelEndpoint:
         self._released = False
         self._scored = False
         self._accepted = asyncio.Event()
-        self._heard_at = dialer.clock.monotonic()
+        self._ending = Ending(heard_at=asyncio.get_running_loop().time())
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._local: Stream | None = None
@@ -79,10 +79,9 @@ class TunnelEndpoint:
             if self._local is None:
                 await hang_up(self._stream[1])
         assert self._local is not None  # the event says so
-        self._judge(await join(self._local, self._stream, self._moved))
+        self._judge(await join(self._local, self._stream, self._moved, ending=self._ending))
 
     async def _moved(self, size: int) -> None:
-        self._heard_at = self._dialer.clock.monotonic()
         self._dialer.count("tunnel_bytes_out", float(size))
 
     def _judge(self, ending: Ending) -> None:
@@ -94,8 +93,10 @@ class TunnelEndpoint:
         elif ending.error is not None:
             self.score("broken")
         elif ending.by_local:  # grpc gave up on what it read, or did not read
-            silent = self._dialer.clock.monotonic() - self._heard_at > SILENT_S
-            self.score("stalled" if silent else "corrupt")
+            self.score("stalled" if self._silent() else "corrupt")
+
+    def _silent(self) -> bool:
+        return asyncio.get_running_loop().time() - self._ending.heard_at > SILENT_S
 
     def proven(self) -> None:
         """The peer has answered."""
@@ -104,7 +105,7 @@ class TunnelEndpoint:
 
     def failed(self) -> None:
         """No proof came in time, or the connection broke under a call."""
-        self.score("broken" if self._proven else "stalled")
+        self.score("broken" if self._proven else "stalled" if self._silent() else "corrupt")
 
     def score(self, fault: str) -> None:
         """Holds one fault of this tunnel against its relay; a libp2p connection straight to the peer has none."""

@@ -27,6 +27,8 @@ class Ending:
 
     error: PeerError | None = None
     by_local: bool = False  # the local socket was the first to end
+    by_far: bool = False  # or the far one
+    heard_at: float = 0.0  # when the last byte came from the far end, by the loop's clock
 
 
 async def relay(one: Stream, other: Stream, passing: Passing, idle_s: float = IDLE_S) -> None:
@@ -46,9 +48,14 @@ async def relay(one: Stream, other: Stream, passing: Passing, idle_s: float = ID
         await hang_up(one[1], other[1])
 
 
-async def join(local: Stream, stream: Stream, passing: Passing, idle_s: float = IDLE_S) -> Ending:
-    """Carries a local connection over a tunnel until both directions have ended, or one breaks; closes both."""
-    loop, ending = asyncio.get_running_loop(), Ending()
+async def join(
+    local: Stream, stream: Stream, passing: Passing, idle_s: float = IDLE_S, ending: Ending | None = None
+) -> Ending:
+    """Carries a local connection over a tunnel until both directions have ended, or one breaks; closes both.
+
+    `ending` is filled in as it goes, and returned.
+    """
+    loop, ending = asyncio.get_running_loop(), ending or Ending()
     try:
         async with asyncio.timeout(idle_s) as idle:
 
@@ -56,7 +63,7 @@ async def join(local: Stream, stream: Stream, passing: Passing, idle_s: float = 
                 idle.reschedule(loop.time() + idle_s)
                 await passing(size)
 
-            await _both(_outward(local, stream, moved, ending), _inward(local, stream, moved))
+            await _both(_outward(local, stream, moved, ending), _inward(local, stream, moved, ending))
     except TimeoutError:
         ending.error = LinkError(f"nothing has moved for {idle_s:.0f} s")
     except OSError as error:
@@ -65,7 +72,7 @@ async def join(local: Stream, stream: Stream, passing: Passing, idle_s: float = 
         ending.error = error
     finally:
         if ending.error is not None:
-            local[1].transport.abort()  # a reset, so that nothing cut short passes for whole
+            local[1].transport.abort()  # what still waits to be written is no use: TLS misses the rest
         await hang_up(local[1], stream[1])
     return ending
 
@@ -97,21 +104,23 @@ async def _outward(local: Stream, stream: Stream, moved: Passing, ending: Ending
         await moved(len(data))
         writer.writelines((tunnel.frame_head(len(data)), data))
         await writer.drain()
-    ending.by_local = True
+    ending.by_local = not ending.by_far
     writer.write(tunnel.END)
     await writer.drain()
 
 
-async def _inward(local: Stream, stream: Stream, moved: Passing) -> None:
-    reader, writer = stream[0], local[1]
+async def _inward(local: Stream, stream: Stream, moved: Passing, ending: Ending) -> None:
+    reader, writer, time = stream[0], local[1], asyncio.get_running_loop().time
     unframer = tunnel.Unframer()
     while not unframer.ended:
         if not (data := await reader.read(READ_BYTES)):
             raise LinkError("the tunnel broke off")
+        ending.heard_at = time()
         for piece in unframer.feed(data):
             writer.write(piece)
         await moved(len(data))
         await writer.drain()
+    ending.by_far = not ending.by_local
     if writer.can_write_eof():
         writer.write_eof()
 

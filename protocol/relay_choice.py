@@ -92,9 +92,9 @@ class RelayBook:
         those that broke off just now.
         """
         listed = {record.peer_id: record.relays and record.reach == "direct" for record in records}
-        able = {peer for peer, serves in listed.items() if serves} - gone
+        able = {peer for peer, serves in listed.items() if serves}
         able |= {peer for peer in kept if peer not in listed}  # its record may be late: its stream says that it lives
-        fit = [peer for peer in able if not self.left_alone(peer, now)]
+        fit = sorted(peer for peer in able - gone if not self.left_alone(peer, now))
         staying = [peer for peer in kept if peer in fit][:AT_ONCE]
         others = [peer for peer in fit if peer not in staying]
         self._rng.shuffle(others)  # so that a swarm's nodes do not all take the first
