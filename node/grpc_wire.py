@@ -55,6 +55,7 @@ CAPPED_OPTIONS = (  # for a node with a download cap: whatever waits to be read 
 RELAYED_OPTIONS = (  # over a tunnel, whose relay may stop moving bytes and yet live
     ("grpc.keepalive_time_ms", 10_000),  # the server's least interval
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of grpc's own pings, which keep a keepalive waiting: else a minute
 )
 SERVER_OPTIONS = (
     *_SHARED_OPTIONS,

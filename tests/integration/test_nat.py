@@ -113,7 +113,9 @@ def test_four_nodes_behind_two_routers_train_with_each_other(nat_swarm: NatSwarm
     for host in TRAINERS:
         others = set(TRAINERS) - {host}
         nat_swarm.nodes[host].wait_for(f"{host} has met {others}", lambda: met(nat_swarm, host) >= others)  # noqa: B023
-    public = nat_swarm.wait_for("the seed's word", lambda: (row := nat_swarm.row("seed")) and row["reach"] == "direct" and row)
+    public = nat_swarm.wait_for(
+        "the seed's word", lambda: (row := nat_swarm.row("seed")) and row["reach"] == "direct" and row
+    )
     assert public["relays"]
     assert {row["peer_id"] for row in (public, nat_swarm.row("spare")) if row} >= {
         relay for row in nat_swarm.rows() for relay in row["via"]

@@ -49,7 +49,8 @@ class Course:
 
 def test_a_silent_first_one_costs_the_delay_alone() -> None:
     course = Course()
-    assert run_virtual(lambda: course.run(course.attempt("a", 100.0), course.attempt("b", 0.1), course.attempt("c", 0.1))) == "b"
+    a, b, c = course.attempt("a", 100.0), course.attempt("b", 0.1), course.attempt("c", 0.1)
+    assert run_virtual(lambda: course.run(a, b, c)) == "b"
     assert course.story == [("a", "begun", 0.0), ("b", "begun", DELAY_S), ("a", "cancelled", DELAY_S + 0.1)]
 
 

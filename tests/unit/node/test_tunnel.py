@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peerloom.node import grpc_client, tunnel_dialer, tunnel_keep
+from peerloom.node import grpc_client, tunnel, tunnel_dialer, tunnel_keep
 from peerloom.node.p2pd import Stream
 from peerloom.node.seams import MessageStream
 from peerloom.node.tunnel_pump import hang_up
@@ -22,7 +22,7 @@ from peerloom.protocol.errors import LinkError, PeerError
 from peerloom.protocol.messages import Chunk, FetchRequest, StateManifest
 from peerloom.protocol.relay_desk import DeskLimits, Pair
 from peerloom.protocol.services import EXCHANGE
-from peerloom.protocol.tunnel import TUNNEL, Keep, OpenTo, TunnelRefused
+from peerloom.protocol.tunnel import TUNNEL, Keep, OpenTo, TunnelRefused, decode_answer
 from peerloom.protocol.types import PeerId, PeerRecord
 from tests.unit.node.reach_swarm import ReachMember, ReachSwarm
 
@@ -80,7 +80,7 @@ def way_to(caller: ReachMember, record: PeerRecord) -> PeerId | None:
 
 async def eventually(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110  what a counter says has no event
             await asyncio.sleep(0.01)
 
 
@@ -151,6 +151,7 @@ async def test_each_request_that_must_not_be_is_refused_and_counted(swarm: Reach
 async def test_headers_that_never_come_are_bounded_and_hinder_nobody_else(
     swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tunnel, "HEADER_S", 600.0)
     relay, node, caller, flooder = [await swarm.join() for _ in range(4)]
     stack = flooder.discovery._stack
     assert stack is not None
@@ -163,10 +164,28 @@ async def test_headers_that_never_come_are_bounded_and_hinder_nobody_else(
         through_relays_alone(caller, monkeypatch)
         async with placed(swarm, node, relay) as record:
             await caller.transport.status(record)
-        await eventually(lambda: relay.counted.get("tunnels_refused_malformed", 0) == desk.limits.half_open_of_peer)
-        await eventually(lambda: desk.counts()["tunnels_half_open_now"] == 0)
     finally:
         await hang_up(*(writer for _, writer in flood))
+    await eventually(lambda: relay.counted.get("tunnels_refused_malformed", 0) == desk.limits.half_open_of_peer)
+    await eventually(lambda: desk.counts()["tunnels_half_open_now"] == 0)
+
+
+async def test_a_header_that_is_none_or_never_comes_is_refused(
+    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "HEADER_S", 0.2)
+    relay, other = await swarm.join(), await swarm.join()
+    stack = other.discovery._stack
+    assert stack is not None
+    bad = [b"", b"\x00", b"\xff", b"\x35o", b"\x02k2"]
+    for sent in bad:
+        reader, writer = await stack.daemon.open_stream(relay.peer_id, TUNNEL, 5.0)
+        writer.write(sent)
+        async with asyncio.timeout(WITHIN_S):
+            assert decode_answer(await reader.readexactly(1)) == "malformed", sent
+            assert await reader.read() == b""
+        await hang_up(writer)
+    assert relay.counted["tunnels_refused_malformed"] == len(bad)
 
 
 async def test_when_one_relay_of_two_dies_the_call_takes_the_other(
@@ -250,34 +269,41 @@ SPOILS: dict[str, Callable[[bytes], list[bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("honest", [0, HONEST_BYTES], ids=["at once", "later"])
-@pytest.mark.parametrize("does", SPOILS)
-async def test_a_crooked_relay_is_noticed_scored_and_left(
-    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch, does: str, honest: int
-) -> None:
+CASES = [(does, honest) for does in SPOILS for honest in (0, HONEST_BYTES)]
+
+
+async def expect_nothing_false(caller: ReachMember, record: PeerRecord) -> None:
+    """Talks until the relay's doing ends it; what comes before that is what was sent."""
+    async with asyncio.timeout(WITHIN_S):
+        stream = await caller.transport.open(record, EXCHANGE)
+        for index in range(64):
+            sent = Chunk(index << 16, bytes(1 << 16))
+            await stream.send(sent)
+            got = await stream.receive()
+            assert isinstance(got, Chunk) and bytes(got.data) == sent.data, "TLS let something through"
+
+
+async def test_a_crooked_relay_is_noticed_scored_and_left(swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     crook, honest_one, node, caller = [await swarm.join() for _ in range(4)]
     monkeypatch.setattr(grpc_client, "DIAL_S", 1.0)
     monkeypatch.setattr(tunnel_dialer, "SILENT_S", 0.5)
-    short = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500}
-    monkeypatch.setattr(grpc_client, "RELAYED_OPTIONS", tuple(short.items()))
+    monkeypatch.setattr(grpc_client, "RELAYED_OPTIONS", (("grpc.http2.ping_timeout_ms", 1000),))
     node.handler.on_exchange = echo
     through_relays_alone(caller, monkeypatch)
-    monkeypatch.setattr(crook.reaching.tunnels, "_carry", crooked(SPOILS[does], honest))
-    async with placed(swarm, node, crook) as record:
-        with pytest.raises(PeerError):
-            async with asyncio.timeout(WITHIN_S):
-                stream = await caller.transport.open(record, EXCHANGE)
-                for index in range(64):
-                    sent = Chunk(index << 16, bytes(1 << 16))
-                    await stream.send(sent)
-                    got = await stream.receive()
-                    assert isinstance(got, Chunk) and bytes(got.data) == sent.data, "TLS let something through"
-    swarm.clock.ahead_s += 60.0  # past the link's own pause
     async with placed(swarm, node, crook, honest_one) as record:
-        await caller.transport.status(record)
-        assert way_to(caller, record) == honest_one.peer_id
-    assert caller.reaching.book.order((crook.peer_id, honest_one.peer_id), swarm.clock.monotonic())[1] == crook.peer_id
-    assert sum(amount for name, amount in caller.counted.items() if name.startswith("relay_faults_")) >= 1
+        for does, honest in CASES:
+            monkeypatch.setattr(crook.reaching.tunnels, "_carry", crooked(SPOILS[does], honest))
+            caller.counted.clear()
+            with pytest.raises(PeerError):
+                await expect_nothing_false(caller, replace(record, via=(crook.peer_id,)))
+            swarm.clock.ahead_s += 60.0  # past the link's own pause
+            await caller.transport.status(record)
+            assert way_to(caller, record) == honest_one.peer_id, f"a relay that {does} after {honest} bytes"
+            faults = {name for name in caller.counted if name.startswith("relay_faults_")}
+            assert faults, f"a relay that {does} after {honest} bytes has no fault"
+            await caller.transport._links.pop(node.peer_id).close()
+            caller.reaching.dialer._last.clear()
+            swarm.clock.ahead_s += 10_000.0  # its faults are forgotten
 
 
 async def test_a_new_life_of_p2pd_serves_tunnels_again(swarm: ReachSwarm) -> None:
