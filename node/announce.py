@@ -9,6 +9,23 @@ from peerloom.protocol.errors import ConfigError, InviteError
 from peerloom.protocol.invite import check_host_multiaddr
 
 
+def libp2p_announce(entries: Sequence[str]) -> tuple[str, ...]:
+    """The multiaddrs that HOST and HOST:PORT entries stand for: without a port, since theirs is the one for calls."""
+    hosts: dict[str, None] = {}
+    for entry in entries:
+        host, colon, tail = entry.rpartition(":")
+        named = colon and tail.isdigit() and (":" not in host or host.endswith("]"))
+        hosts[(host if named else entry).strip("[]")] = None
+    return tuple(f"/{_protocol(host)}/{host}" for host in hosts)
+
+
+def _protocol(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns"
+
+
 def announce_multiaddrs(announce: Sequence[str], port: int) -> tuple[str, ...]:
     """The `--announce` values as whole multiaddrs, `port` added where none is given; raises ConfigError."""
     whole = []

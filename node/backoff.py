@@ -31,6 +31,10 @@ class Backoff:
         if self._failures and now < self._until:
             raise LinkError(f"left alone for {self._until - now:.1f} s more after: {self._reason}")
 
+    def due(self, now: float) -> bool:
+        """Whether it is time to try."""
+        return not self._failures or now >= self._until
+
     def failed(self, now: float, reason: str) -> None:
         """Counts a failure."""
         self._failures += 1

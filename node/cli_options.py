@@ -53,10 +53,28 @@ def _node(
     listen: Annotated[
         list[str] | None, typer.Option(help="IP address to listen on; may be repeated.", rich_help_panel=_NODE)
     ] = None,
-    port: Annotated[int | None, typer.Option(help="DHT port; 0 picks one.", rich_help_panel=_NODE)] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks one.", rich_help_panel=_NODE)] = None,
+    port: Annotated[
+        int | None, typer.Option(help="DHT port; 0: a free one, kept over restarts.", rich_help_panel=_NODE)
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="gRPC port; 0: a free one, kept over restarts.", rich_help_panel=_NODE)
+    ] = None,
     announce: Annotated[
         list[str] | None, typer.Option(help="Public HOST or HOST:PORT of this node.", rich_help_panel=_NODE)
+    ] = None,
+    relay: Annotated[
+        bool | None,
+        typer.Option("--relay/--no-relay", help="Carry calls to peers behind routers.", rich_help_panel=_NODE),
+    ] = None,
+    relay_rate: Annotated[
+        int | None, typer.Option(help="Bytes a second carried for others at most.", rich_help_panel=_NODE)
+    ] = None,
+    relay_pair_rate: Annotated[
+        int | None, typer.Option(help="Bytes a second carried for any two at most.", rich_help_panel=_NODE)
+    ] = None,
+    port_mapping: Annotated[
+        bool | None,
+        typer.Option("--port-mapping/--no-port-mapping", help="Ask the router for a port.", rich_help_panel=_NODE),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_NODE)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.", rich_help_panel=_NODE)] = None,

@@ -36,6 +36,7 @@ EXAMPLES = {  # of settings without a fixed default
     "metrics_port": "9464",
     "data": '"/srv/text"',
 }
+FLAGS = {"trust_paths", "relay", "port_mapping"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
@@ -67,10 +68,30 @@ class NodeConfig(BaseSettings):
     listen: tuple[str, ...] = _setting(
         ("0.0.0.0",), "IP addresses to listen on", "a list of IP addresses", min_length=1
     )
-    port: int = _setting(0, "TCP port of the DHT", _PORT, ge=0, le=65535)
-    grpc_port: int = _setting(0, "TCP port for exchanges between peers", _PORT, ge=0, le=65535)
+    port: int = _setting(0, "TCP port of the DHT; 0: a free one, the same at every start", _PORT, ge=0, le=65535)
+    grpc_port: int = _setting(
+        0, "TCP port for calls between peers; 0: a free one, the same at every start", _PORT, ge=0, le=65535
+    )
     announce: tuple[str, ...] = _setting(
-        (), "public addresses of this node, if others than it listens on", "a list of HOST or HOST:PORT, IPv6 in []"
+        (),
+        "public addresses of this node, if others than it listens on; HOST stands for both ports, HOST:PORT for the "
+        "one for calls",
+        "a list of HOST or HOST:PORT, IPv6 in []",
+    )
+    relay: bool = _setting(True, "carry calls to peers that cannot be dialled, if this node can be", "true or false")
+    relay_rate: int = _setting(
+        0,
+        "bytes a second carried for others at most; 0: the smaller of max_upload and max_download",
+        _RATE,
+        ge=0,
+        le=10**12,
+    )
+    relay_pair_rate: int = _setting(
+        0, "bytes a second carried at most for any two of them; 0: no cap", _RATE, ge=0, le=10**12
+    )
+    relay_tunnels: int = _setting(256, "calls' connections carried at once", "an integer from 1 to 4096", ge=1, le=4096)
+    port_mapping: bool = _setting(
+        True, "ask the home router for a port (UPnP, NAT-PMP) when listening on 0.0.0.0 or ::", "true or false"
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
     threads: int = _setting(
@@ -131,7 +152,7 @@ class NodeConfig(BaseSettings):
     @classmethod
     def _plain_values(cls, value: object, info: ValidationInfo) -> object:
         """No other setting is a bool or empty text; infinity and NaN fail the ranges by themselves."""
-        if info.field_name != "trust_paths" and (isinstance(value, bool) or value == ""):
+        if info.field_name not in FLAGS and (isinstance(value, bool) or value == ""):
             raise ValueError(value)
         return value
 
@@ -161,7 +182,7 @@ class NodeConfig(BaseSettings):
     def _check_device(cls, value: str) -> str:
         return _each((value,), lambda device: bool(_DEVICE.fullmatch(device)))[0]
 
-    @field_validator("max_upload", "max_download")
+    @field_validator("max_upload", "max_download", "relay_rate", "relay_pair_rate")
     @classmethod
     def _check_rate(cls, value: int) -> int:
         if 0 < value < LEAST_CAP:  # a chunk would outlast the patience of the peer that waits for it

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peerloom.node import logs
 from peerloom.node.agree import agree_on_run
+from peerloom.node.announce import libp2p_announce
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.consent import consented_source
@@ -28,6 +29,8 @@ from peerloom.node.journal import Journal
 from peerloom.node.metrics import MetricsServer
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
+from peerloom.node.ports import RememberedPorts
+from peerloom.node.reaching import Reaching, desk_limits
 from peerloom.node.seams import FIRST_STEP, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
@@ -120,13 +123,15 @@ async def _run_node(
         ensure_writable(folders.data)
         identity = load_or_create(folders.identity_file)
         stack.enter_context(lock_identity(folders.identity_file))
+        ports = RememberedPorts(folders.ports_file)
+        grpc_port = ports.choose("grpc", config.listen[0], config.grpc_port)
         workers = Workers()
         if role == "trainer":
             workers.launch()
         stack.push_async_callback(workers.stop)
         phases.mark("identity")
         _refuse_own_invite(identity, seeds)
-        discovery = await _discover(config, identity, seeds, clock, stack)
+        discovery = await _discover(config, identity, seeds, clock, stack, ports)
         phases.mark("DHT")
         signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
@@ -140,17 +145,28 @@ async def _run_node(
         own_invites = await discovery.invites()
         _remember(folders, run_dir, signed, [*own_invites[:1], *(str(seed) for seed in seeds)])
         certificate = load_or_make(folders.data, clock.wall())
+        reaching = Reaching.build(
+            identity.peer_id,
+            clock,
+            desk_limits(config),
+            lambda peer: view.record_of(peer),
+            lambda metric, amount: facts.count(metric, amount),
+            frozenset(config.allow),
+        )
+        stack.push_async_callback(reaching.stop)
         transport = GrpcTransport(
             identity=identity,
             certificate=certificate,
             run_id=run_spec.run_id,
             spec_hash=run_spec.spec_hash(),
-            listen=tuple((host, config.grpc_port) for host in config.listen),
+            listen=tuple((host, grpc_port) for host in config.listen),
             announce=config.announce,
             caps=Caps(config.max_upload, config.max_download),
             clock=clock,
             rng=random.Random(secrets.randbits(64)),
             allow=(lambda peer: peer in config.allow) if config.allow else None,
+            dialer=reaching.dialer,
+            origin_of=reaching.tunnels.origin_of,
         )
         stack.push_async_callback(transport.stop)
         facts = Facts(
@@ -169,6 +185,15 @@ async def _run_node(
             stack.callback(metrics.stop)
             log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
         view = SwarmView(discovery, facts, run_spec, clock, signed)
+        await discovery.attach(reaching.tunnels.attach)
+        driver = reaching.driver(transport, view, facts, discovery)
+
+        def joinable() -> None:
+            host, port = transport.local()
+            reaching.tunnels.serve(host, port)
+            ports.remember("grpc", port)
+            on_joinable(NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites))
+
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
@@ -191,11 +216,9 @@ async def _run_node(
             phases=phases,
             journal=Journal(run_dir / "metrics.jsonl", clock.wall),
             progress=_progress(facts, on_status),
-            joinable=lambda: on_joinable(
-                NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites)
-            ),
+            joinable=joinable,
         )
-        node = Node(context, discovery, workers if role == "trainer" else None)
+        node = Node(context, discovery, workers if role == "trainer" else None, jobs=(driver.run,))
         _tell_changes(facts, log_context, view, phases, on_status, on_started)
         stopper.drains(node)
         await _run_while_discoverable(node, discovery)
@@ -227,17 +250,24 @@ def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:
 
 
 async def _discover(
-    config: NodeConfig, identity: Identity, seeds: list[Invite], clock: SystemClock, stack: AsyncExitStack
+    config: NodeConfig,
+    identity: Identity,
+    seeds: list[Invite],
+    clock: SystemClock,
+    stack: AsyncExitStack,
+    ports: RememberedPorts,
 ) -> DhtDiscovery:
     discovery = await DhtDiscovery.create(
         identity=identity,
         identity_path=config.folders.identity_file,
         seeds=seeds,
         host=config.listen,
-        port=config.port,
-        announce=config.announce,
+        port=ports.choose("dht", config.listen[0], config.port),
+        announce=libp2p_announce(config.announce),
         clock=clock,
+        port_map=config.port_mapping,
     )
+    ports.remember("dht", discovery.port)
     stack.push_async_callback(discovery.stop)
     logs.quiet_libraries()  # hivemind is imported by now
     return discovery

@@ -23,7 +23,7 @@ from peerloom.node.identity import Identity, verify
 from peerloom.node.specs import MAX_SIGNED_BYTES, SIGNATURE_CONTEXT
 from peerloom.protocol import checks, limits
 from peerloom.protocol.errors import MalformedMessage, ProtocolError
-from peerloom.protocol.types import NodeState, PeerId, PeerRecord, Role, RunId, SignedSpec
+from peerloom.protocol.types import NodeState, PeerId, PeerRecord, Reach, Role, RunId, SignedSpec
 
 PEER_LIFE_S: Final = 30.0
 SPEC_LIFE_S: Final = 86_400.0
@@ -95,6 +95,20 @@ def _address(value: str) -> str:
         raise ValueError(str(error)) from error
 
 
+def _relay(value: str) -> str:
+    try:
+        return checks.peer_id("relay", value)
+    except ProtocolError as error:
+        raise ValueError(str(error)) from error
+
+
+def _multiaddr(value: str) -> str:
+    try:
+        return checks.multiaddr(value)
+    except ProtocolError as error:
+        raise ValueError(str(error)) from error
+
+
 _Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 _Position = Annotated[int, Field(ge=0, le=limits.MAX_POSITION)]
 _Version = Annotated[int, Field(ge=1, le=limits.MAX_PROTOCOL)]
@@ -136,6 +150,10 @@ class _Record(_Model):
     up_bytes: _Count
     down_bytes: _Count
     sketch: Annotated[tuple[_SketchValue, ...], Field(max_length=limits.MAX_SKETCH)] = ()
+    reach: Reach = "unknown"
+    via: Annotated[tuple[Annotated[str, AfterValidator(_relay)], ...], Field(max_length=limits.MAX_VIA)] = ()
+    relays: bool = False
+    libp2p: Annotated[tuple[Annotated[str, AfterValidator(_multiaddr)], ...], Field(max_length=limits.MAX_LIBP2P)] = ()
 
 
 class _PeerBody(_Model):

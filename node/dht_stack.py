@@ -115,24 +115,34 @@ class DhtStack:
             log.debug("no contacts: %s", error)
             return {}
 
-    async def greet(self, peers: Mapping[PeerId, str]) -> None:
-        """Dials those of `peers` (id: multiaddr) that are not in the routing table, all at once."""
+    async def lost(self, peers: Mapping[PeerId, str]) -> dict[PeerId, str]:
+        """Those of `peers` (id: multiaddr) that are not in the routing table, or that p2pd is not connected to."""
         from hivemind.p2p import PeerID
 
+        if not self._live:
+            return {}
+        table, connected = self._dht.protocol.routing_table, await self.contacts()
+        return {
+            peer: at
+            for peer, at in peers.items()
+            if peer not in connected or PeerID.from_base58(peer) not in table
+        }
+
+    async def greet(self, peer: PeerId, multiaddr: str) -> None:
+        """Dials a peer and, if it answers, takes it into the routing table; raises LinkError or TimeoutError."""
+        from hivemind.p2p import PeerID
+
+        await self.daemon.connect(peer, multiaddr, PROBE_TIMEOUT_S)
         if self._live:
-            table = self._dht.protocol.routing_table
-            lost = [(peer, at) for peer, at in peers.items() if PeerID.from_base58(peer) not in table]
-            await asyncio.gather(*(self._greet(peer, at) for peer, at in lost))
+            await self._dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)
 
-    async def _greet(self, peer: PeerId, multiaddr: str) -> None:
-        from hivemind.p2p import PeerID
-
-        try:
-            await self.daemon.connect(peer, multiaddr, PROBE_TIMEOUT_S)
-        except (LinkError, TimeoutError) as error:
-            log.debug("%s at %s is not back: %s", peer, multiaddr, error)
-            return
-        await self._dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)
+    async def hang_up(self) -> None:
+        """Closes every connection of p2pd."""
+        for peer in await self.contacts():
+            try:
+                await self.daemon.disconnect(peer)
+            except (LinkError, TimeoutError) as error:
+                log.debug("%s is not let go: %s", peer, error)
 
     async def stop(self) -> None:
         """Leaves the DHT and ends p2pd; calls still under way end by their own deadlines."""

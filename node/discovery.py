@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import Any, Final
 
 from peerloom.node import dht_records as records
 from peerloom.node.announce import announce_multiaddrs, best_first
+from peerloom.node.backoff import Backoff
 from peerloom.node.dht_records import PeerEntry
 from peerloom.node.dht_stack import DhtStack
 from peerloom.node.identity import Identity
-from peerloom.node.p2pd import P2pdOptions, listen_multiaddrs
+from peerloom.node.p2pd import P2pDaemon, P2pdOptions, listen_multiaddrs
 from peerloom.node.ports import HeldPort, hold_port
 from peerloom.node.seams import Clock
 from peerloom.node.seeds import ProbeReply, check_clock, probe_seeds
-from peerloom.protocol.errors import MalformedMessage, PeerloomError
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError
 from peerloom.protocol.invite import Invite
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, PeerId, PeerRecord, RunId, SignedSpec
 
@@ -43,6 +45,7 @@ class _Settings:
     announce: tuple[str, ...]
     clock: Clock
     client_only: bool
+    port_map: bool
 
 
 @dataclass(slots=True)
@@ -79,6 +82,9 @@ class DhtDiscovery:
         self._own = _Own()
         self._seen: dict[PeerId, PeerEntry] = {}
         self._contacts: dict[PeerId, str] = {}
+        self._hooks: list[Callable[[P2pDaemon], Awaitable[None]]] = []
+        self._redials: dict[PeerId, Backoff] = {}
+        self._rng = random.Random(settings.identity.peer_id)
         self._kept: list[tuple[Any, Any]] = []  # what a life of p2pd that ended had stored
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -95,6 +101,7 @@ class DhtDiscovery:
         announce: Sequence[str] = (),
         client_only: bool = False,
         run_id: RunId | None = None,
+        port_map: bool = True,
     ) -> DhtDiscovery:
         """Listens on `port` of each IP address in `host`, probes the seeds, and joins the DHT by those that answer.
 
@@ -110,6 +117,7 @@ class DhtDiscovery:
             announce=tuple(announce),
             clock=clock,
             client_only=client_only,
+            port_map=port_map,
         )
         self = cls(settings, run_id)
         try:
@@ -162,10 +170,45 @@ class DhtDiscovery:
             listen=listen_multiaddrs(hosts, self.port),
             announce=announce_multiaddrs(self._settings.announce, self.port),
             identity_path=self._settings.identity_path,
-            port_map=any(host in ("0.0.0.0", "::") for host in hosts),
+            port_map=self._settings.port_map and any(host in ("0.0.0.0", "::") for host in hosts),
         )
-        self._stack = await DhtStack.start(options, self._probe_reply)
-        return self._stack
+        stack = await DhtStack.start(options, self._probe_reply)
+        try:
+            for hook in self._hooks:
+                await hook(stack.daemon)
+        except BaseException:
+            await stack.stop()
+            raise
+        self._stack = stack
+        return stack
+
+    async def attach(self, hook: Callable[[P2pDaemon], Awaitable[None]]) -> None:
+        """Has `hook` see each life of p2pd, this one first, before its DHT takes part."""
+        self._hooks.append(hook)
+        if self._stack is not None:
+            await hook(self._stack.daemon)
+
+    async def libp2p_addresses(self) -> tuple[str, ...]:
+        """The multiaddrs of p2pd that others can dial, best first, those that a router has mapped among them."""
+        if self._stack is None or self._settings.client_only:
+            return ()
+        try:
+            return tuple(best_first(await self._stack.daemon.addresses()))
+        except (LinkError, TimeoutError) as error:
+            log.debug("no addresses of p2pd: %s", error)
+            return ()
+
+    async def moved(self) -> None:
+        """This machine's addresses are others now: drops connections that no longer lead anywhere, and dials anew."""
+        stack = self._stack
+        if stack is None:
+            return
+        self._contacts |= await stack.contacts()
+        await stack.hang_up()
+        self._redials.clear()
+        await self._reconnect(stack, everybody=True)
+        if self._own.record is not None:
+            await self.publish(self._own.record)
 
     def _probe_reply(self) -> ProbeReply:
         return ProbeReply(
@@ -344,10 +387,26 @@ class DhtDiscovery:
                 await self._reconnect(stack)
             await asyncio.sleep(TEND_S)
 
-    async def _reconnect(self, stack: DhtStack) -> None:
-        """Dials the seeds that are not in the routing table and, when it is empty, everybody we ever met."""
+    async def _reconnect(self, stack: DhtStack, *, everybody: bool = False) -> None:
+        """Dials the seeds that are not connected and, when the routing table is empty, everybody we ever met.
+
+        For ever, each with a backoff of its own: a cut of hours heals without a restart.
+        """
         seeds = {seed.peer_id: seed.host_multiaddr for seed in self._other_seeds()}
-        await stack.greet(seeds if stack.has_neighbours() else self._contacts | seeds)
+        known = seeds if stack.has_neighbours() and not everybody else self._contacts | seeds
+        await asyncio.gather(*(self._redial(stack, peer, at) for peer, at in (await stack.lost(known)).items()))
+
+    async def _redial(self, stack: DhtStack, peer: PeerId, multiaddr: str) -> None:
+        backoff, now = self._redials.setdefault(peer, Backoff(self._rng)), self._clock.monotonic
+        try:
+            backoff.check(now())
+            await stack.greet(peer, multiaddr)
+        except (LinkError, TimeoutError) as error:
+            log.debug("%s at %s is not back: %s", peer, multiaddr, error)
+            if backoff.due(now()):
+                backoff.failed(now(), str(error))
+        else:
+            self._redials.pop(peer, None)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
-from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Role
+from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role
 
 LONELY = 3  # rounds alone in a row from which status says so
 RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
@@ -39,6 +39,10 @@ class Facts:
     tokens_per_s: float = 0.0
     loss: float | None = None
     sketch: tuple[float, ...] = ()
+    reach: Reach = "unknown"
+    via: tuple[PeerId, ...] = ()
+    relays: bool = False
+    libp2p: tuple[str, ...] = ()
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
@@ -112,6 +116,10 @@ class Facts:
             up_bytes=up,
             down_bytes=down,
             sketch=self.sketch,
+            reach=self.reach,
+            via=self.via,
+            relays=self.relays,
+            libp2p=self.libp2p,
         )
 
     def status(self) -> NodeStatus:

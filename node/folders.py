@@ -52,6 +52,10 @@ class Folders:
         return self.data / "identity.key"
 
     @property
+    def ports_file(self) -> Path:
+        return self.data / "ports.json"
+
+    @property
     def runs_dir(self) -> Path:
         return self.data / "runs"
 

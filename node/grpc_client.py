@@ -6,14 +6,18 @@ import asyncio
 import random
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from peerloom.node.backoff import Backoff
+from peerloom.node.dialer import Dialer, Endpoint, PlainDialer
 from peerloom.node.grpc_wire import (
     CAPPED_OPTIONS,
     CLIENT_OPTIONS,
     HELLO,
     PROVE,
+    RELAYED_OPTIONS,
     TOKEN_KEY,
     Channel,
     UnknownSession,
@@ -23,10 +27,12 @@ from peerloom.node.grpc_wire import (
     raised,
 )
 from peerloom.node.identity import Identity, verify
+from peerloom.node.racing import NoneWon, race
 from peerloom.node.seams import Clock
 from peerloom.node.throttle import Traffic
 from peerloom.node.tls import TARGET_NAME, fingerprint, pinned_pem
 from peerloom.protocol import checks, codec, handshake, limits
+from peerloom.protocol.dial_order import DELAY_S
 from peerloom.protocol.errors import AuthenticationError, LinkError, PeerError, PeerloomError
 from peerloom.protocol.handshake import Hello, HelloReply, Prove, RunClaim
 from peerloom.protocol.types import PeerRecord
@@ -37,6 +43,15 @@ CLOSE_S = 5.0  # calls left on a channel that is replaced have this long to end
 
 Metadata = tuple[tuple[str, bytes], ...]
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A channel on its way to be proven."""
+
+    endpoint: Endpoint
+    channel: Channel
+    token: bytes = b""
 
 
 class PeerLink:
@@ -51,6 +66,7 @@ class PeerLink:
         rng: random.Random,
         traffic: Traffic,
         background: set[asyncio.Task[None]],
+        dialer: Dialer | None = None,
     ) -> None:
         self.record = record
         self.clock_offset_s = 0.0  # the peer's clock minus ours, as of the last Hello
@@ -60,6 +76,8 @@ class PeerLink:
         self._clock = clock
         self._traffic = traffic
         self._background = background
+        self._dialer = dialer or PlainDialer()
+        self._endpoint: Endpoint | None = None  # of the channel
         self._backoff = Backoff(rng)
         self._connecting = asyncio.Lock()
         self._channel: Channel | None = None
@@ -74,17 +92,29 @@ class PeerLink:
         except UnknownSession:
             self._forget(token)
         except Unreachable:
+            if self._endpoint is not None and self._channel is channel:
+                self._endpoint.failed()
             self._drop(channel)
             if not reused:
                 raise
         channel, token = await self._proven()
         return await attempt(channel, ((TOKEN_KEY, token),))
 
+    async def prove(self) -> None:
+        """Connects, and nothing else."""
+        await self._proven()
+
     async def close(self) -> None:
         """Ends the channel and every call on it."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
+            self._release()
             await channel.close()
+
+    def _release(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.release()
 
     async def _proven(self) -> tuple[Channel, bytes]:
         async with self._connecting:
@@ -110,25 +140,45 @@ class PeerLink:
                 return self._channel, await self._prove_on(self._channel)
             except Unreachable:
                 self._drop(self._channel)
-        failures: list[PeerError] = []
-        for address in self.record.addresses:
-            channel = open_channel(address, self.record.cert_der, capped=bool(self._traffic.caps.download))
-            try:
-                return channel, await self._prove_on(channel)
-            except PeerError as error:  # another host, or nobody, may be at one address of several
-                failures.append(type(error)(f"{address}: {error}"))
-                await channel.close()
-            except BaseException:
-                await channel.close()
-                raise
-        raise self._failure(failures)
+        ways = [partial(self._attempt, way) for way in await self._dialer.routes(self.record)]
+        if not ways:
+            raise LinkError(f"{self.record.peer_id} gives no address to dial")
+        try:
+            attempt = await race(ways, DELAY_S, _give_up)
+        except NoneWon as lost:
+            raise self._failure(lost.errors) from None
+        attempt.endpoint.proven()
+        self._endpoint = attempt.endpoint
+        return attempt.channel, attempt.token
 
-    def _failure(self, failures: list[PeerError]) -> PeerError:
-        if not failures:
-            return LinkError(f"{self.record.peer_id} gives no address to dial")
+    async def _attempt(self, way: str) -> _Attempt:
+        """Another host, or nobody, may be at one address of several."""
+        try:
+            endpoint = await self._dialer.endpoint(self.record, way)
+        except PeerError as error:
+            raise _named(way, error) from None
+        channel = open_channel(
+            endpoint.target,
+            self.record.cert_der,
+            capped=bool(self._traffic.caps.download),
+            relayed=endpoint.relayed,
+        )
+        attempt = _Attempt(endpoint, channel)
+        try:
+            attempt.token = await self._prove_on(channel)
+        except PeerError as error:
+            if isinstance(error, LinkError):
+                endpoint.failed()
+            await _give_up(attempt)
+            raise _named(way, error) from None
+        except BaseException:
+            await _give_up(attempt)
+            raise
+        return attempt
+
+    def _failure(self, failures: list[PeerloomError]) -> PeerloomError:
         worst = next((error for error in failures if not isinstance(error, LinkError)), failures[0])
-        kind = LinkError if isinstance(worst, LinkError) else type(worst)
-        return kind(f"cannot talk to {self.record.peer_id}: {'; '.join(map(str, failures))}")
+        return type(worst)(f"cannot talk to {self.record.peer_id}: {'; '.join(map(str, failures))}")
 
     async def _prove_on(self, channel: Channel) -> bytes:
         pin = fingerprint(self.record.cert_der)
@@ -163,15 +213,27 @@ class PeerLink:
         """Replaces a channel that failed; calls still on it may run out."""
         if self._channel is not None and self._channel is channel:
             self._channel = self._token = None
+            self._release()
             task = asyncio.create_task(channel.close(CLOSE_S), name="channel-close")
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
 
-def open_channel(address: str, cert_der: bytes, *, capped: bool = False) -> Channel:
+async def _give_up(attempt: _Attempt) -> None:
+    attempt.endpoint.release()
+    await attempt.channel.close()
+
+
+def _named(way: str, error: PeerError) -> PeerError:
+    kind = LinkError if isinstance(error, LinkError) else type(error)
+    return kind(f"{way}: {error}")
+
+
+def open_channel(address: str, cert_der: bytes, *, capped: bool = False, relayed: bool = False) -> Channel:
     """A channel that trusts the one certificate; raises MalformedMessage for an address or certificate that is none."""
     credentials = grpc.ssl_channel_credentials(root_certificates=pinned_pem(cert_der))
-    options = (*CLIENT_OPTIONS, *(CAPPED_OPTIONS if capped else ()), ("grpc.ssl_target_name_override", TARGET_NAME))
+    own = {**dict(CLIENT_OPTIONS), **dict(CAPPED_OPTIONS if capped else ()), **dict(RELAYED_OPTIONS if relayed else ())}
+    options = (*own.items(), ("grpc.ssl_target_name_override", TARGET_NAME))
     return aio.secure_channel(f"dns:///{checks.address(address)}", credentials, options=options)
 
 

@@ -12,10 +12,12 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from peerloom.node.addresses import WILDCARDS, join
-from peerloom.node.grpc_session import HelloBudget, Sessions
+from peerloom.node.dial_back import DialBacks
+from peerloom.node.grpc_session import TUNNELLED, HelloBudget, Sessions, host_of
 from peerloom.node.grpc_stream import ServerStream
 from peerloom.node.grpc_wire import (
     CAPPED_OPTIONS,
+    DIAL_BACK,
     FETCH,
     HELLO,
     OWN_FAULT,
@@ -59,8 +61,18 @@ class _Logged(Exception):
 class GrpcServer:
     """Serves all calls of one node."""
 
-    def __init__(self, sessions: Sessions, handler: PeerHandler, clock: Clock, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        handler: PeerHandler,
+        clock: Clock,
+        traffic: Traffic,
+        dial_backs: DialBacks,
+        origin_of: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
         self._sessions = sessions
+        self._dial_backs = dial_backs
+        self._origin_of = origin_of  # of a loopback port: whose tunnel ends there
         self._handler = handler
         self._traffic = traffic
         self._budget = HelloBudget(clock)
@@ -99,6 +111,7 @@ class GrpcServer:
             HELLO: self._hello,
             PROVE: self._prove,
             STATUS: self._status,
+            DIAL_BACK: self._dial_back,
             **{service.path: self._stream(service) for service in SERVICES},
             FETCH: self._fetch,
         }
@@ -109,13 +122,13 @@ class GrpcServer:
         return tuple(grpc.method_handlers_generic_handler(name, each) for name, each in services.items())
 
     async def _hello(self, context: Context) -> None:
-        self._budget.spend(context.peer())
+        self._budget.spend(self._source(context))
         with self._unproven_call():
             hello = codec.decode_hello(await self._request(context))
             await self._answer(context, codec.encode_hello_reply(self._sessions.hello(hello)))
 
     async def _prove(self, context: Context) -> None:
-        self._budget.spend(context.peer())
+        self._budget.spend(self._source(context))
         with self._unproven_call():
             prove = codec.decode_prove(await self._request(context))
             await self._answer(context, codec.encode_token(self._sessions.prove(prove)))
@@ -129,6 +142,19 @@ class GrpcServer:
         except TimeoutError:
             raise LinkError(f"no status within {ANSWER_S:.0f} s") from None
         await self._answer(context, codec.encode_status(status))
+
+    async def _dial_back(self, context: Context) -> None:
+        peer, source = self._peer(context), self._source(context)
+        request = codec.decode_dial_back(await self._request(context))
+        host = None if source.startswith(TUNNELLED) else host_of(source, whole=True)
+        await self._answer(context, codec.encode_dialled_back(await self._dial_backs.serve(peer, request, host)))
+
+    def _source(self, context: Context) -> str:
+        """grpc's word for where a call comes from, or whose tunnel it comes by."""
+        source = str(context.peer())
+        port = source.rpartition(":")[2]
+        origin = self._origin_of(int(port)) if port.isdigit() else None
+        return source if origin is None else TUNNELLED + origin
 
     def _stream(self, service: Service[Any]) -> Method:
         async def serve(context: Context) -> None:

@@ -23,6 +23,7 @@ from peerloom.protocol.errors import AuthenticationError, LimitExceeded
 from peerloom.protocol.handshake import Hello, HelloReply, Prove, RunClaim
 from peerloom.protocol.types import PeerId
 
+TUNNELLED = "tunnel:"  # what a call that comes by a tunnel is from, before the peer's id
 _RANDOM_BYTES = 16
 _MAC_BYTES = 32
 
@@ -133,11 +134,16 @@ class HelloBudget:
             raise LimitExceeded(f"more than {limits.HELLO_PER_S:.0f} Hellos a second from {host}")
 
 
-def host_of(source: str) -> str:
-    """The host in grpc's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5"; of IPv6 the /64, all of which one host can use."""
+def host_of(source: str, *, whole: bool = False) -> str:
+    """The host in grpc's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5"; of IPv6 the /64, all of which one host can use.
+
+    With `whole` of IPv6 too the very address. Of a tunnel it is the tunnel's origin.
+    """
+    if source.startswith(TUNNELLED):
+        return source
     family, _, rest = unquote(source).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    if family != "ipv6":
+    if family != "ipv6" or whole:
         return host or source
     try:
         return str(ipaddress.ip_network((host, 64), strict=False))

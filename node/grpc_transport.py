@@ -11,11 +11,14 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from peerloom.node import addresses
+from peerloom.node.dial_back import DialBacks
+from peerloom.node.dialer import Dialer, PlainDialer
 from peerloom.node.grpc_client import Metadata, PeerLink, ask
 from peerloom.node.grpc_server import GrpcServer
 from peerloom.node.grpc_session import Sessions
 from peerloom.node.grpc_stream import ClientStream
 from peerloom.node.grpc_wire import (
+    DIAL_BACK,
     FETCH,
     STATUS,
     TAKEN,
@@ -31,10 +34,10 @@ from peerloom.node.identity import Identity
 from peerloom.node.seams import Clock, MessageStream, PeerHandler
 from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.node.tls import Certificate, fingerprint
-from peerloom.protocol import checks, codec
+from peerloom.protocol import checks, codec, limits
 from peerloom.protocol.errors import ConfigError, LinkError, MalformedMessage, PeerloomError
 from peerloom.protocol.handshake import RunClaim
-from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.messages import DialBack, FetchRequest, StateMessage
 from peerloom.protocol.services import Service
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, NodeStatus, PeerId, PeerRecord, RunId
 
@@ -52,7 +55,8 @@ class GrpcTransport:
 
     `listen` is one (host, port) or several, port 0 for any. `announce` replaces the addresses found by itself; an
     entry without a port gets the bound one. `caps` hold over all calls. `allow` says which peers may call; None: all of
-    the run. Without start() it only calls, as `peer status` does with an identity of its own.
+    the run. Without start() it only calls, as `peer status` does with an identity of its own. `dialer` knows the ways
+    to a peer; `origin_of` says whose tunnel ends at a loopback port.
     """
 
     def __init__(
@@ -69,7 +73,12 @@ class GrpcTransport:
         allow: Callable[[PeerId], bool] | None = None,
         protocol_range: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         caps: Caps = NO_CAPS,
+        dialer: Dialer | None = None,
+        origin_of: Callable[[int], str | None] = lambda _: None,
     ) -> None:
+        self._dialer = dialer or PlainDialer()
+        self._origin_of = origin_of
+        self._bound: list[tuple[str, int]] = []
         self._identity = identity
         self._certificate = certificate
         self._listen = _listen_list(listen)
@@ -95,17 +104,30 @@ class GrpcTransport:
         """Listens; raises PortInUse, and ConfigError for an address to announce that is none."""
         pin = fingerprint(self._certificate.der)
         sessions = Sessions(self._identity, self._claim, pin, self._clock, self._allow)
-        server = GrpcServer(sessions, handler, self._clock, self._traffic)
-        bound = await server.start(self._certificate, self._listen)
+        dial_backs = DialBacks(self._clock, self._probe)
+        server = GrpcServer(sessions, handler, self._clock, self._traffic, dial_backs, self._origin_of)
+        self._bound = await server.start(self._certificate, self._listen)
         self._server = server
-        if not self._announce:
-            return addresses.dialable(bound)
-        announced = tuple(addresses.announced(entry, bound[0][1]) for entry in self._announce)
+        try:
+            return self.addresses()
+        except ConfigError:
+            await self.stop()
+            raise
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where peers should dial this node, as of now: its interfaces may come and go. Empty before start()."""
+        if not (self._announce and self._bound):
+            return addresses.dialable(self._bound)
+        announced = tuple(addresses.announced(entry, self._bound[0][1]) for entry in self._announce)
         try:
             return tuple(checks.address(address) for address in announced)
         except MalformedMessage as error:
-            await self.stop()
             raise ConfigError(f"announce: {error}; write HOST:PORT, [IPV6]:PORT or HOST") from None
+
+    def local(self) -> tuple[str, int]:
+        """Where this machine itself dials the server."""
+        host, port = self._bound[0]
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host), port
 
     async def open(self, peer: PeerRecord, service: Service[M]) -> MessageStream[M]:
         """Opens a stream; returns once the peer has taken the call."""
@@ -125,6 +147,36 @@ class GrpcTransport:
 
         with self._link(peer) as link:
             return codec.decode_status(await link.call(attempt))
+
+    async def dial_back(self, peer: PeerRecord, dialled: tuple[str, ...]) -> tuple[str, ...]:
+        """Has a peer dial this node at these addresses; returns those that it reached."""
+        asked = DialBack(dialled[: limits.MAX_DIAL_BACK_ADDRESSES], self._certificate.der)
+
+        async def attempt(channel: Channel, metadata: Metadata) -> bytes:
+            return await ask(channel, DIAL_BACK, codec.encode_dial_back(asked), metadata, CALL_S, self._traffic)
+
+        with self._link(peer) as link:
+            reached = codec.decode_dialled_back(await link.call(attempt))
+        return tuple(address for address in reached if address in asked.addresses)
+
+    async def _probe(self, peer: PeerId, request: DialBack, address: str) -> None:
+        """Dials a peer anew at one address, and has it prove itself."""
+        record = PeerRecord(
+            peer_id=peer,
+            name="",
+            role="trainer",
+            addresses=(address,),
+            cert_der=request.cert_der,
+            version="",
+            instance="",
+            started_at=0.0,
+            issued_at=0.0,
+        )
+        link = self._new_link(record, PlainDialer())
+        try:
+            await link.prove()
+        finally:
+            await link.close()
 
     async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Streams a donor's state; leaving the iteration cancels the call."""
@@ -164,6 +216,7 @@ class GrpcTransport:
         links = list(self._links.values())
         self._links.clear()
         await asyncio.gather(*(link.close() for link in links))
+        await self._dialer.stop()
 
     @contextmanager
     def _link(self, peer: PeerRecord) -> Iterator[PeerLink]:
@@ -173,8 +226,7 @@ class GrpcTransport:
         if link is None or link.record.cert_der != peer.cert_der:
             if link is not None:
                 self._close_later(link)
-            shared = (self._identity, self._claim, self._clock, self._rng, self._traffic, self._background)
-            link = PeerLink(peer, *shared)
+            link = self._new_link(peer, self._dialer)
             self._links[peer.peer_id] = link
         link.record = peer  # its addresses may have changed
         self._links.move_to_end(peer.peer_id)
@@ -184,6 +236,10 @@ class GrpcTransport:
             yield link
         finally:
             link.calls -= 1
+
+    def _new_link(self, peer: PeerRecord, dialer: Dialer) -> PeerLink:
+        shared = (self._identity, self._claim, self._clock, self._rng, self._traffic, self._background)
+        return PeerLink(peer, *shared, dialer)
 
     def _evict(self) -> None:
         idle = [peer for peer, link in self._links.items() if not link.calls]

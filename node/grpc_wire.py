@@ -27,6 +27,7 @@ StatusCode: TypeAlias = Any
 HELLO = "/peerloom.v1.Peer/Hello"
 PROVE = "/peerloom.v1.Peer/Prove"
 STATUS = "/peerloom.v1.Peer/Status"
+DIAL_BACK = "/peerloom.v1.Peer/DialBack"
 FETCH = "/peerloom.v1.State/Fetch"
 
 TOKEN_KEY = "peerloom-session-bin"
@@ -50,6 +51,11 @@ CLIENT_OPTIONS = (
 CAPPED_OPTIONS = (  # for a node with a download cap: whatever waits to be read has come already
     ("grpc.http2.lookahead_bytes", 65_535),
     ("grpc.http2.bdp_probe", 0),  # which would widen the window to what the link could carry
+)
+RELAYED_OPTIONS = (  # over a tunnel, whose relay may stop moving bytes and yet live
+    ("grpc.keepalive_time_ms", 10_000),  # the server's least interval
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of grpc's own pings, which keep a keepalive waiting: else a minute
 )
 SERVER_OPTIONS = (
     *_SHARED_OPTIONS,

@@ -198,7 +198,17 @@ class MemoryTransport:
         """Listens on the hub."""
         self._handler = handler
         self._hub.join(self)
-        return (f"{self.peer_id}.memory.invalid:1",)
+        return self.addresses()
+
+    def addresses(self) -> tuple[str, ...]:
+        """One name, whatever the hub does."""
+        return (f"{self.peer_id}.memory.invalid:1",) if self._handler is not None else ()
+
+    async def dial_back(self, peer: PeerRecord, dialled: tuple[str, ...]) -> tuple[str, ...]:
+        """Has a peer look for this node on the hub."""
+        server = await self._dial(peer)
+        await self._hub.reach(server.peer_id, self.peer_id)
+        return tuple(address for address in dialled if address in self.addresses())
 
     async def open(self, peer: PeerRecord, service: Service[M]) -> MessageStream[M]:
         """Opens a stream; returns once the peer has taken it."""

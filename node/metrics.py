@@ -49,7 +49,8 @@ class _NodeCollector(Collector):
         yield CounterMetricFamily("peerloom_sent_bytes", "Sent to peers", record.up_bytes)
         yield CounterMetricFamily("peerloom_received_bytes", "Received from peers", record.down_bytes)
         for name, value in sorted(status.counters.items()):
-            family = GaugeMetricFamily if name in LARGEST else CounterMetricFamily
+            gauge = name in LARGEST or name.endswith("_now")
+            family = GaugeMetricFamily if gauge else CounterMetricFamily
             yield family(f"peerloom_{re.sub('[^a-z0-9_]', '_', name)}", "See the gossip machine's counters", value)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from peerloom.node.context import Context
@@ -29,11 +29,19 @@ WITHDRAW_S = 2.0
 
 
 class Node:
-    """A PeerHandler with a life; `worker_factory` is None for a bootstrap peer, which trains nothing."""
+    """A PeerHandler with a life; `worker_factory` is None for a bootstrap peer, which trains nothing.
+
+    `jobs` run beside it once its server listens, until they are cancelled.
+    """
 
     def __init__(
-        self, context: Context, discovery: Discovery, worker_factory: Callable[[], WorkerPort] | None
+        self,
+        context: Context,
+        discovery: Discovery,
+        worker_factory: Callable[[], WorkerPort] | None,
+        jobs: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
     ) -> None:
+        self._jobs = jobs
         self._context = context
         self._discovery = discovery
         self._worker_factory = worker_factory
@@ -78,7 +86,7 @@ class Node:
         context.facts.addresses = await context.transport.start(self)
         context.joinable()
         view = context.view
-        background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec)]
+        background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec, *self._jobs)]
         living = asyncio.create_task(self._live())
         try:
             waited = {living, *background}

@@ -15,10 +15,12 @@ from peerloom.node.config import NodeConfig
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
+from peerloom.node.reaching import Reaching
 from peerloom.node.specs import verify_spec
 from peerloom.node.tls import make_certificate
 from peerloom.protocol.errors import PeerError, RunMismatch, VersionMismatch
 from peerloom.protocol.invite import parse_invite
+from peerloom.protocol.relay_desk import DeskLimits
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
@@ -44,12 +46,12 @@ class Observer:
         """
         limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
         records = await self.discovery.peers()
-        seen = await asyncio.gather(*(self._ask(record, limit) for record in records))
-        return [*seen, *self._left(records)]
-
-    def _left(self, records: list[PeerRecord]) -> list[NodeStatus]:
-        before = dict(self._known)
         self._known.update({record.peer_id: record for record in records})
+        seen = await asyncio.gather(*(self._ask(record, limit) for record in records))
+        return [*seen, *self._left()]
+
+    def _left(self) -> list[NodeStatus]:
+        before = dict(self._known)
         left = {peer: at for peer, at in self.discovery.left().items() if peer in self._known}
         for peer in left:
             del self._known[peer]
@@ -76,6 +78,11 @@ async def open_observer(invites: list[str], stack: AsyncExitStack) -> Observer:
     stack.push_async_callback(discovery.stop)
     spec = verify_spec(await find_run(discovery, wanted_run(seeds, None), RUN_PATIENCE_S))
     discovery.join_run(spec.run_id)
+    known: dict[PeerId, PeerRecord] = {}
+    limits = DeskLimits(relays=False)
+    reaching = Reaching.build(identity.peer_id, clock, limits, known.get, lambda *_: None, frozenset())
+    stack.push_async_callback(reaching.stop)
+    await discovery.attach(reaching.tunnels.attach_client)
     transport = GrpcTransport(
         identity=identity,
         certificate=make_certificate(clock.wall()),
@@ -84,9 +91,10 @@ async def open_observer(invites: list[str], stack: AsyncExitStack) -> Observer:
         listen=(),
         clock=clock,
         rng=random.Random(secrets.randbits(64)),
+        dialer=reaching.dialer,
     )
     stack.push_async_callback(transport.stop)
-    return Observer(spec, discovery, transport)
+    return Observer(spec, discovery, transport, known)
 
 
 async def swarm_status(config: NodeConfig, invites: list[str]) -> tuple[RunSpec, list[NodeStatus]]:

@@ -29,6 +29,7 @@ START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 5.0  # of a call to p2pd that touches no network
 IDLE_S = 30  # p2pd ends when nobody has attached to it by then
+STREAM_BUFFER_BYTES = 1 << 18  # of a stream, read ahead at most twice over
 _READ_BYTES = 1 << 16
 _TAIL_LINES = 5
 
@@ -44,6 +45,9 @@ def load_hivemind() -> Any:
     debug = logging.getLogger("peerloom").isEnabledFor(logging.DEBUG)
     logging.getLogger("hivemind").setLevel(logging.DEBUG if debug else logging.CRITICAL)
     return hivemind
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,49 @@ class P2pDaemon:
             peer=PeerID.from_base58(peer_id).to_bytes(), addrs=[Multiaddr(multiaddr).to_bytes()]
         )
         await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), timeout_s)
+
+    async def disconnect(self, peer_id: PeerId) -> None:
+        """Closes all connections to a peer; raises as connect does."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2
+
+        disconnect = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer_id).to_bytes())
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect)
+        await self._request(request, CALL_TIMEOUT_S)
+
+    async def open_stream(self, peer_id: PeerId, protocol: str, timeout_s: float) -> Stream:
+        """A stream to a peer's handler, whom p2pd connects to if need be; raises as connect does.
+
+        It is hivemind's call_binary_stream_handler, which would leave the socket open when it is cancelled.
+        """
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+        from hivemind.proto import p2pd_pb2
+
+        try:
+            target = PeerID.from_base58(peer_id).to_bytes()
+        except ValueError:
+            raise LinkError(f"{peer_id} is no peer id") from None
+        opening = p2pd_pb2.StreamOpenRequest(peer=target, proto=[protocol])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+        response = p2pd_pb2.Response()
+        async with asyncio.timeout(timeout_s):
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._socket_path, limit=STREAM_BUFFER_BYTES)
+            except OSError as error:
+                raise LinkError("the libp2p daemon does not answer") from error
+            try:
+                await write_pbmsg(writer, request)
+                await read_pbmsg_safe(reader, response)
+                if response.type == p2pd_pb2.Response.ERROR:
+                    raise LinkError(response.error.msg)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                writer.close()
+                raise LinkError("the libp2p daemon does not answer") from error
+            except BaseException:
+                writer.close()
+                raise
+        return reader, writer
 
     async def addresses(self) -> list[str]:
         """The multiaddrs (without /p2p) at which p2pd believes it can be dialled; raises as connect does."""

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import json
+import logging
 import os
 import socket
+from pathlib import Path
 
 from peerloom.protocol.errors import ConfigError, PortInUse
+
+log = logging.getLogger(__name__)
 
 
 class HeldPort:
@@ -53,6 +58,49 @@ def hold_port(host: str, port: int) -> HeldPort:
         held.close()
         raise _explain(error, host, port) from error
     return HeldPort(host, held.getsockname()[1], held)
+
+
+class RememberedPorts:
+    """The ports a node took when none was named, in a file of its folder: the same at the next start."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._ports = _read_ports(file)
+
+    def choose(self, name: str, host: str, wanted: int) -> int:
+        """`wanted`, or for 0 the remembered port if it is free, or 0; raises PortInUse when `wanted` is taken."""
+        remembered = self._ports.get(name, 0)
+        if wanted or not remembered:
+            hold_port(host, wanted).release()
+            return wanted
+        try:
+            hold_port(host, remembered).release()
+        except PortInUse:
+            log.warning("port %d, which this node had before, is in use: it takes another one", remembered)
+            return 0
+        except ConfigError:  # that hold_port will explain
+            return 0
+        return remembered
+
+    def remember(self, name: str, port: int) -> None:
+        """Keeps what was bound; a folder that cannot be written to is no reason to stop."""
+        if self._ports.get(name) == port:
+            return
+        self._ports[name] = port
+        try:
+            self._file.write_text(json.dumps(self._ports) + "\n", encoding="utf-8")
+        except OSError as error:
+            log.warning("cannot write %s (%s): the next start may take other ports", self._file, error.strerror)
+
+
+def _read_ports(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): port for name, port in found.items() if type(port) is int and 0 < port < 65_536}
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -91,6 +91,14 @@ class Transport(Protocol):
         """Asks one node for its state; the same errors."""
         ...
 
+    async def dial_back(self, peer: PeerRecord, dialled: tuple[str, ...]) -> tuple[str, ...]:
+        """Has a peer dial this node at these addresses; returns those that it reached; the same errors."""
+        ...
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where peers should dial this node, as of now; empty before start()."""
+        ...
+
     def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Streams a donor's state; the same errors, raised while iterating."""
         ...

@@ -12,12 +12,13 @@ time; loss is held-out, in nats a token; null where nothing is known yet.
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
-                "sketch": [float]}]}
+                "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool}]}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
 committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
-mean, relative to the parameters' own norm; `sketch` is the projection it is told from. `--watch --json` prints one such
-object a line.
+mean, relative to the parameters' own norm; `sketch` is the projection it is told from. `via` names the relays through
+which a node that cannot be dialled is reached; `relays` says that a node carries others'. `--watch --json` prints one
+such object a line.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class NodeRow:
     version: str
     started_at: float
     sketch: tuple[float, ...]
+    reach: str
+    via: tuple[PeerId, ...]
+    relays: bool
 
     @property
     def trains(self) -> bool:
@@ -152,6 +156,9 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         version=record.version,
         started_at=record.started_at,
         sketch=record.sketch,
+        reach=record.reach,
+        via=record.via,
+        relays=record.relays,
     )
 
 

@@ -95,6 +95,10 @@ class SwarmView:
             self._told = word
             self._news.set()
 
+    def announce(self) -> None:
+        """This node's record says something new: it goes out soon."""
+        self._news.set()
+
     async def refresh(self) -> None:
         """Reads all records once."""
         self._records = {record.peer_id: record for record in await self._discovery.peers()}

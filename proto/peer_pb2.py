@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from peerloom.proto import common_pb2 as peerloom_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19peerloom/proto/peer.proto\x12\x0bpeerloom.v1\x1a\x1bpeerloom/proto/common.proto\"\xa5\x01\n\x0cHelloRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tspec_hash\x18\x03 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x11\n\twall_time\x18\x07 \x01(\x01\x12\x11\n\tchallenge\x18\x08 \x01(\x0c\"\xb2\x01\n\nHelloReply\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tspec_hash\x18\x03 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x11\n\twall_time\x18\x07 \x01(\x01\x12\r\n\x05nonce\x18\x08 \x01(\x0c\x12\x11\n\tsignature\x18\t \x01(\x0c\"A\n\x0cProveRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\x1b\n\nProveReply\x12\r\n\x05token\x18\x01 \x01(\x0c\"\x0f\n\rStatusRequest\"\x89\x02\n\nNodeStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.peerloom.v1.PeerRecord\x12\x37\n\x08partners\x18\x02 \x03(\x0b\x32%.peerloom.v1.NodeStatus.PartnersEntry\x12\x37\n\x08\x63ounters\x18\x03 \x03(\x0b\x32%.peerloom.v1.NodeStatus.CountersEntry\x1a/\n\rPartnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xbf\x01\n\x04Peer\x12;\n\x05Hello\x12\x19.peerloom.v1.HelloRequest\x1a\x17.peerloom.v1.HelloReply\x12;\n\x05Prove\x12\x19.peerloom.v1.ProveRequest\x1a\x17.peerloom.v1.ProveReply\x12=\n\x06Status\x12\x1a.peerloom.v1.StatusRequest\x1a\x17.peerloom.v1.NodeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19peerloom/proto/peer.proto\x12\x0bpeerloom.v1\x1a\x1bpeerloom/proto/common.proto\"\xa5\x01\n\x0cHelloRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tspec_hash\x18\x03 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x11\n\twall_time\x18\x07 \x01(\x01\x12\x11\n\tchallenge\x18\x08 \x01(\x0c\"\xb2\x01\n\nHelloReply\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\tspec_hash\x18\x03 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x11\n\twall_time\x18\x07 \x01(\x01\x12\r\n\x05nonce\x18\x08 \x01(\x0c\x12\x11\n\tsignature\x18\t \x01(\x0c\"A\n\x0cProveRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\x1b\n\nProveReply\x12\r\n\x05token\x18\x01 \x01(\x0c\"\x0f\n\rStatusRequest\"6\n\x0f\x44ialBackRequest\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x10\n\x08\x63\x65rt_der\x18\x02 \x01(\x0c\" \n\rDialBackReply\x12\x0f\n\x07reached\x18\x01 \x03(\t\"\x89\x02\n\nNodeStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.peerloom.v1.PeerRecord\x12\x37\n\x08partners\x18\x02 \x03(\x0b\x32%.peerloom.v1.NodeStatus.PartnersEntry\x12\x37\n\x08\x63ounters\x18\x03 \x03(\x0b\x32%.peerloom.v1.NodeStatus.CountersEntry\x1a/\n\rPartnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x85\x02\n\x04Peer\x12;\n\x05Hello\x12\x19.peerloom.v1.HelloRequest\x1a\x17.peerloom.v1.HelloReply\x12;\n\x05Prove\x12\x19.peerloom.v1.ProveRequest\x1a\x17.peerloom.v1.ProveReply\x12=\n\x06Status\x12\x1a.peerloom.v1.StatusRequest\x1a\x17.peerloom.v1.NodeStatus\x12\x44\n\x08\x44ialBack\x12\x1c.peerloom.v1.DialBackRequest\x1a\x1a.peerloom.v1.DialBackReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,12 +46,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROVEREPLY']._serialized_end=514
   _globals['_STATUSREQUEST']._serialized_start=516
   _globals['_STATUSREQUEST']._serialized_end=531
-  _globals['_NODESTATUS']._serialized_start=534
-  _globals['_NODESTATUS']._serialized_end=799
-  _globals['_NODESTATUS_PARTNERSENTRY']._serialized_start=703
-  _globals['_NODESTATUS_PARTNERSENTRY']._serialized_end=750
-  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_start=752
-  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_end=799
-  _globals['_PEER']._serialized_start=802
-  _globals['_PEER']._serialized_end=993
+  _globals['_DIALBACKREQUEST']._serialized_start=533
+  _globals['_DIALBACKREQUEST']._serialized_end=587
+  _globals['_DIALBACKREPLY']._serialized_start=589
+  _globals['_DIALBACKREPLY']._serialized_end=621
+  _globals['_NODESTATUS']._serialized_start=624
+  _globals['_NODESTATUS']._serialized_end=889
+  _globals['_NODESTATUS_PARTNERSENTRY']._serialized_start=793
+  _globals['_NODESTATUS_PARTNERSENTRY']._serialized_end=840
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_start=842
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_end=889
+  _globals['_PEER']._serialized_start=892
+  _globals['_PEER']._serialized_end=1153
 # @@protoc_insertion_point(module_scope)

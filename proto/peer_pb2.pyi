@@ -2,7 +2,7 @@ from peerloom.proto import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -67,6 +67,20 @@ class ProveReply(_message.Message):
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DialBackRequest(_message.Message):
+    __slots__ = ("addresses", "cert_der")
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    CERT_DER_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    cert_der: bytes
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., cert_der: _Optional[bytes] = ...) -> None: ...
+
+class DialBackReply(_message.Message):
+    __slots__ = ("reached",)
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    reached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("record", "partners", "counters")

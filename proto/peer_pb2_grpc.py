@@ -49,6 +49,11 @@ class PeerStub(object):
                 request_serializer=peerloom_dot_proto_dot_peer__pb2.StatusRequest.SerializeToString,
                 response_deserializer=peerloom_dot_proto_dot_peer__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.DialBack = channel.unary_unary(
+                '/peerloom.v1.Peer/DialBack',
+                request_serializer=peerloom_dot_proto_dot_peer__pb2.DialBackRequest.SerializeToString,
+                response_deserializer=peerloom_dot_proto_dot_peer__pb2.DialBackReply.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -74,6 +79,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DialBack(self, request, context):
+        """Asks the server to dial the client, on connections of their own, and to prove that it is the client that answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=peerloom_dot_proto_dot_peer__pb2.StatusRequest.FromString,
                     response_serializer=peerloom_dot_proto_dot_peer__pb2.NodeStatus.SerializeToString,
+            ),
+            'DialBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.DialBack,
+                    request_deserializer=peerloom_dot_proto_dot_peer__pb2.DialBackRequest.FromString,
+                    response_serializer=peerloom_dot_proto_dot_peer__pb2.DialBackReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Peer(object):
             '/peerloom.v1.Peer/Status',
             peerloom_dot_proto_dot_peer__pb2.StatusRequest.SerializeToString,
             peerloom_dot_proto_dot_peer__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DialBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/peerloom.v1.Peer/DialBack',
+            peerloom_dot_proto_dot_peer__pb2.DialBackRequest.SerializeToString,
+            peerloom_dot_proto_dot_peer__pb2.DialBackReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import TypeVar, get_args
 
 from peerloom.protocol import limits
-from peerloom.protocol.errors import LimitExceeded, MalformedMessage
+from peerloom.protocol.errors import InviteError, LimitExceeded, MalformedMessage
+from peerloom.protocol.invite import check_host_multiaddr
 
 Octets = TypeVar("Octets", bytes, memoryview, bytes | memoryview)
 
@@ -115,6 +116,14 @@ def address(value: str) -> str:
     if not (_V6.fullmatch(host) if host.startswith("[") else _V4_OR_NAME.fullmatch(host)):
         raise MalformedMessage(f"address {value[:80]!r} names no host")
     return value
+
+
+def multiaddr(value: str) -> str:
+    """`/ip4/1.2.3.4/tcp/4001` and its like, without a peer id."""
+    try:
+        return check_host_multiaddr(text("multiaddr", value, limits.MAX_MULTIADDR_CHARS))
+    except InviteError:
+        raise MalformedMessage(f"{value[:80]!r} is not the multiaddr of a host and a TCP port") from None
 
 
 def shown(value: str, limit: int = limits.MAX_TEXT_CHARS) -> str:

@@ -7,6 +7,7 @@ else. Every `encode_*` takes our own values and raises LimitExceeded when they a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -22,6 +23,7 @@ from peerloom.protocol.messages import (
     Commit,
     Decline,
     DeclineReason,
+    DialBack,
     ExchangeMessage,
     FetchRequest,
     Hold,
@@ -33,7 +35,7 @@ from peerloom.protocol.messages import (
     StreamEnd,
     Withdraw,
 )
-from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Role, RunId
+from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, RunId
 
 M = TypeVar("M", bound=Message)
 
@@ -245,6 +247,35 @@ def decode_status_request(data: bytes) -> None:
     _parse(peer_pb2.StatusRequest, data, limits.MAX_HELLO_BYTES)
 
 
+def encode_dial_back(request: DialBack) -> bytes:
+    """The request of Peer.DialBack."""
+    return _serialize(peer_pb2.DialBackRequest(addresses=request.addresses, cert_der=request.cert_der))
+
+
+def decode_dial_back(data: bytes) -> DialBack:
+    """The request of Peer.DialBack."""
+    request = _parse(peer_pb2.DialBackRequest, data, limits.MAX_HELLO_BYTES)
+    return DialBack(
+        addresses=_dial_back_addresses(request.addresses),
+        cert_der=checks.bounded("certificate", request.cert_der, limits.MAX_CERT_BYTES),
+    )
+
+
+def encode_dialled_back(reached: tuple[str, ...]) -> bytes:
+    """The reply of Peer.DialBack."""
+    return _serialize(peer_pb2.DialBackReply(reached=reached))
+
+
+def decode_dialled_back(data: bytes) -> tuple[str, ...]:
+    """The reply of Peer.DialBack."""
+    return _dial_back_addresses(_parse(peer_pb2.DialBackReply, data, limits.MAX_HELLO_BYTES).reached)
+
+
+def _dial_back_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
+    limits.check_number_of("addresses to dial back", len(addresses), limits.MAX_DIAL_BACK_ADDRESSES)
+    return tuple(checks.address(address) for address in addresses)
+
+
 def _parse(kind: type[M], data: bytes, limit: int = limits.MAX_MESSAGE_BYTES) -> M:
     limits.check_size(kind.DESCRIPTOR.name, len(data), limit)
     message = kind()
@@ -401,6 +432,8 @@ def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
 
 def _record(record: common_pb2.PeerRecord) -> PeerRecord:
     limits.check_number_of("addresses", len(record.addresses), limits.MAX_ADDRESSES)
+    limits.check_number_of("relays", len(record.via), limits.MAX_VIA)
+    limits.check_number_of("multiaddrs", len(record.libp2p), limits.MAX_LIBP2P)
     _check_versions(record)
     return PeerRecord(
         peer_id=PeerId(checks.peer_id("peer id", record.peer_id)),
@@ -426,6 +459,10 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         up_bytes=checks.whole("bytes up", record.up_bytes),
         down_bytes=checks.whole("bytes down", record.down_bytes),
         sketch=checks.sketch("sketch", record.sketch),
+        reach=cast(Reach, checks.one_of("reach", record.reach or "unknown", Reach)),
+        via=tuple(PeerId(checks.peer_id("relay", peer)) for peer in record.via),
+        relays=record.relays,
+        libp2p=tuple(checks.multiaddr(address) for address in record.libp2p),
     )
 
 

@@ -33,6 +33,9 @@ MAX_INSTANCE_CHARS = 64  # random hex of a process start
 MAX_SNAPSHOT_CHARS = 128  # a donor's name for a snapshot
 MAX_ADDRESSES = 16  # addresses of a record: a machine's interfaces; each costs a dialler a timeout
 MAX_ADDRESS_CHARS = 262  # a DNS name of 253 characters, a colon, a port, brackets
+MAX_VIA = 4  # relays of a record
+MAX_LIBP2P = 8  # multiaddrs of a record
+MAX_MULTIADDR_CHARS = 280  # a DNS name of 253 characters, its protocol and a port
 MAX_CERT_BYTES = 2048  # a P-256 certificate has some 400 bytes
 MAX_PROTOCOL = 65_535  # versions are small numbers
 MAX_COUNT = (1 << 63) - 1  # tokens, bytes: what an int64 holds
@@ -55,6 +58,9 @@ SESSION_IDLE_S = 3600.0  # seconds a session outlives its last call
 NONCE_LIFE_S = 10.0  # seconds between a Hello and its Prove
 HELLO_BURST = 256  # Hellos at once from one host: a whole demo swarm on one machine
 HELLO_PER_S = 32.0  # and from then on, each costing a signature
+DIAL_BACK_EVERY_S = 5.0  # seconds between two dial-backs for one peer
+MAX_DIAL_BACKS = 8  # dial-backs at once
+MAX_DIAL_BACK_ADDRESSES = 8  # tried in one
 MAX_HELLO_HOSTS = 4096  # hosts whose Hellos are counted; the longest silent is forgotten
 
 

@@ -142,3 +142,11 @@ class StatePiece:
 
 
 StateMessage = StateManifest | StatePiece
+
+
+@dataclass(frozen=True, slots=True)
+class DialBack:
+    """Asks a peer to dial the sender at `addresses` and to tell where it answered, under this certificate."""
+
+    addresses: tuple[str, ...]
+    cert_der: bytes

@@ -17,6 +17,7 @@ Role = Literal["trainer", "bootstrap"]
 NodeState = Literal[
     "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
 ]
+Reach = Literal["unknown", "direct", "via"]  # not found out yet; can be dialled; is reached through others
 Encoding = Literal["fp32", "bf16", "int8"]
 
 
@@ -27,6 +28,8 @@ class PeerRecord:
     `addresses` are gRPC endpoints "host:port" ("[v6]:port"), best first. `init_digest` and `layout_digest` are hex
     (BLAKE3 of theta_0, and of names and shapes); empty until the model is built, and for a bootstrap peer. Times are
     Unix seconds. `sketch` is a seeded random projection of the parameters, from which distances between peers are told.
+    `via` names the relays of a node that cannot be dialled, `relays` says that this one carries others' tunnels, and
+    `libp2p` holds the multiaddrs of its libp2p daemon.
     """
 
     peer_id: PeerId
@@ -52,6 +55,10 @@ class PeerRecord:
     up_bytes: int = 0
     down_bytes: int = 0
     sketch: tuple[float, ...] = ()
+    reach: Reach = "unknown"
+    via: tuple[PeerId, ...] = ()
+    relays: bool = False
+    libp2p: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

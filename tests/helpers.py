@@ -52,7 +52,9 @@ def processes_of(session: int) -> list[psutil.Process]:
 class Peer:
     """One `peer` command as a process; its session is its pid, so that what it started is found when it is gone."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, *arguments: str, prefix: tuple[str, ...] = (), **variables: str
+    ) -> None:
         self.name = name
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
@@ -60,7 +62,7 @@ class Peer:
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self._from = self.err.stat().st_size
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "peerloom.node", *arguments],
+                [*prefix, sys.executable, "-m", "peerloom.node", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -124,12 +126,14 @@ class Peer:
 class Node(Peer):
     """A `peer bootstrap` or `peer join` with its home."""
 
-    def __init__(self, home: Path, *arguments: str, **variables: str) -> None:
+    def __init__(self, home: Path, *arguments: str, prefix: tuple[str, ...] = (), **variables: str) -> None:
         self.home = home
         common = ("--home", str(home), "--name", home.name, "--log-format", "json")
         local = () if "--listen" in arguments else ("--listen", "127.0.0.1")
         train = ("--device", "cpu", "--threads", "1")
-        super().__init__(home.parent, home.name, *arguments, *common, *local, *train, **variables)
+        super().__init__(
+            home.parent, home.name, *arguments, *common, *local, *train, prefix=prefix, **variables
+        )
 
     def invite(self) -> str:
         """The best line that the node, the first of its swarm, prints for others to join by."""
@@ -181,8 +185,9 @@ class Node(Peer):
 class Watcher(Peer):
     """`peer status --watch --json`, its lines as they come."""
 
-    def __init__(self, folder: Path, invite: str) -> None:
-        super().__init__(folder, "watcher", "status", invite, "--home", str(folder / "watcher"), "--watch", "--json")
+    def __init__(self, folder: Path, invite: str, prefix: tuple[str, ...] = ()) -> None:
+        own = ("--home", str(folder / "watcher"), "--watch", "--json")
+        super().__init__(folder, "watcher", "status", invite, *own, prefix=prefix)
 
     def newest(self) -> dict[str, Any] | None:
         lines = self.printed().split("\n")[:-1]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from peerloom.node import addresses, backoff
+from peerloom.node import addresses, announce, backoff
 from peerloom.protocol import checks
 from peerloom.protocol.errors import ConfigError, LinkError, PortInUse
 
@@ -96,3 +96,13 @@ async def test_several_hosts_are_listened_on_and_both_wildcards_are_one() -> Non
     assert (await swarm.client().status(wild)).record == wild
     assert len({address.rpartition(":")[2] for address in wild.addresses}) == 1
     await swarm.stop()
+
+
+def test_what_is_announced_stands_for_both_ports() -> None:
+    entries = ("1.2.3.4", "host.example.org:99", "[2a00::1]:4", "2a00::2", "1.2.3.4:7")
+    assert announce.announce_multiaddrs(announce.libp2p_announce(entries), 4001) == (
+        "/ip4/1.2.3.4/tcp/4001",
+        "/dns/host.example.org/tcp/4001",
+        "/ip6/2a00::1/tcp/4001",
+        "/ip6/2a00::2/tcp/4001",
+    )

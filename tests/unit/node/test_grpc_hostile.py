@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -446,6 +447,18 @@ async def test_a_port_that_takes_connections_and_says_nothing(swarm: Swarm, monk
     await asyncio.wait_for(ended.wait(), 10)
     listener.close()
     await listener.wait_closed()
+
+
+async def test_an_address_that_takes_and_says_nothing_holds_nobody_up(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_client, "DIAL_S", 600.0)
+    monkeypatch.setattr(grpc_client, "CONNECT_S", 600.0)
+    _, record = await swarm.server(Handler())
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = f"127.0.0.1:{mute.getsockname()[1]}"
+        async with asyncio.timeout(30.0):
+            await swarm.client().status(record_of(record.peer_id, (silent, *record.addresses), record.cert_der))
 
 
 async def test_addresses_are_tried_in_order(swarm: Swarm) -> None:

@@ -7,11 +7,12 @@ import errno
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from peerloom.node.p2pd import P2pDaemon, P2pdOptions, listen_multiaddrs
-from peerloom.node.ports import hold_port
+from peerloom.node.ports import RememberedPorts, hold_port
 from peerloom.protocol.errors import ConfigError, PortInUse
 
 
@@ -101,3 +102,32 @@ async def test_p2pd_listens_on_the_held_port_and_guards_it(host: str) -> None:
                 hold_port(host, held.port)
         finally:
             await daemon.stop()
+
+
+def test_a_port_that_was_free_is_taken_again_at_the_next_start(tmp_path: Path) -> None:
+    file = tmp_path / "ports.json"
+    first = RememberedPorts(file)
+    assert first.choose("dht", "127.0.0.1", 0) == 0
+    with hold_port("127.0.0.1", 0) as held:
+        first.remember("dht", held.port)
+    assert RememberedPorts(file).choose("dht", "127.0.0.1", 0) == held.port
+    assert RememberedPorts(file).choose("grpc", "127.0.0.1", 0) == 0
+
+
+def test_a_remembered_port_in_use_is_passed_over_and_a_named_one_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ports = RememberedPorts(tmp_path / "ports.json")
+    with hold_port("127.0.0.1", 0) as held:
+        ports.remember("grpc", held.port)
+        assert ports.choose("grpc", "127.0.0.1", 0) == 0
+        assert str(held.port) in caplog.text
+        with pytest.raises(PortInUse, match=str(held.port)):
+            ports.choose("grpc", "127.0.0.1", held.port)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"dht": "1"}', '{"dht": 70000}', '{"dht": true}', "\xff"])
+def test_a_file_of_ports_that_is_none_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "ports.json"
+    file.write_text(text, encoding="latin-1")
+    assert RememberedPorts(file).choose("dht", "127.0.0.1", 0) == 0

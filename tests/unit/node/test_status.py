@@ -113,6 +113,7 @@ def test_a_restarted_node_starts_anew() -> None:
 def test_json_is_the_documented_schema() -> None:
     spec = RunSpec()
     said: dict[str, Any] = {"loss": 2.5, "round": 3, "step": 60, "tokens": 100, "sketch": (3.0, 4.0)}
+    said |= {"reach": "via", "via": ("r",)}
     rows = rows_of([status("a", **said, partners={"x": 2, "y": 0})], NOW)
     assert json.loads(json.dumps(to_json(spec, spec.run_id, rows, NOW))) == {
         "schema": 1,
@@ -152,6 +153,9 @@ def test_json_is_the_documented_schema() -> None:
                 "version": "0.1.0",
                 "started_at": NOW - 100,
                 "sketch": [3.0, 4.0],
+                "reach": "via",
+                "via": ["r"],
+                "relays": False,
             }
         ],
     }

@@ -462,3 +462,11 @@ async def test_a_stopped_transport_calls_nobody(swarm: Swarm) -> None:
     await client.stop()
     with pytest.raises(LinkError, match="stopping"):
         await client.status(record)
+
+
+async def test_a_node_has_a_peer_dial_it_back(swarm: Swarm) -> None:
+    _, helper = await swarm.server(Handler())
+    node, record = await swarm.server(Handler())
+    assert node.addresses() == record.addresses
+    assert await node.dial_back(helper, (*record.addresses, "127.0.0.1:9")) == record.addresses
+    assert swarm.client().addresses() == ()

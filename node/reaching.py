@@ -1,0 +1,81 @@
+"""Puts together what makes a node reach others and be reached: tunnels, dialler, relays, dial-backs."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peerloom.node.config import NodeConfig
+from peerloom.node.discovery import DhtDiscovery
+from peerloom.node.facts import Facts
+from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.reach import ReachDriver
+from peerloom.node.seams import Clock
+from peerloom.node.tunnel import Count, Tunnels
+from peerloom.node.tunnel_dialer import RecordOf, TunnelDialer
+from peerloom.node.view import SwarmView
+from peerloom.protocol.reach import Reachability
+from peerloom.protocol.relay_choice import RelayBook
+from peerloom.protocol.relay_desk import DeskLimits, RelayDesk
+from peerloom.protocol.types import PeerId
+
+
+@dataclass(slots=True)
+class Reaching:
+    """What a node or an observer uses; `driver` is a node's alone."""
+
+    tunnels: Tunnels
+    dialer: TunnelDialer
+    book: RelayBook
+    clock: Clock
+    _own_relays: list[Callable[[], frozenset[PeerId]]] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls, own: PeerId, clock: Clock, limits: DeskLimits, record_of: RecordOf, count: Count, allow: frozenset[PeerId]
+    ) -> Reaching:
+        """`allow` empty: everybody."""
+        book, relays = RelayBook(random.Random(secrets.randbits(64))), list[Callable[[], frozenset[PeerId]]]()
+        tunnels = Tunnels(
+            RelayDesk(own, limits),
+            clock,
+            my_relays=lambda: frozenset().union(*(each() for each in relays)),
+            allowed=lambda peer: not allow or peer in allow,
+            count=count,
+        )
+        return cls(tunnels, TunnelDialer(tunnels, book, clock, record_of, count), book, clock, relays)
+
+    def driver(
+        self, transport: GrpcTransport, view: SwarmView, facts: Facts, discovery: DhtDiscovery
+    ) -> ReachDriver:
+        """The node's background job."""
+        driver = ReachDriver(
+            Reachability(random.Random(secrets.randbits(64)), self.book),
+            transport=transport,
+            tunnels=self.tunnels,
+            view=view,
+            facts=facts,
+            clock=self.clock,
+            moved=discovery.moved,
+            libp2p=discovery.libp2p_addresses,
+        )
+        self._own_relays.append(driver.my_relays)
+        return driver
+
+    async def stop(self) -> None:
+        """Ends all tunnels; the dialler's end with its transport."""
+        await self.dialer.stop()
+        await self.tunnels.stop()
+
+
+def desk_limits(config: NodeConfig) -> DeskLimits:
+    """What a node's settings let others do; a cap on its own traffic holds for what it relays, unless that has one."""
+    caps = [cap for cap in (config.max_upload, config.max_download) if cap]
+    return DeskLimits(
+        relays=config.relay,
+        tunnels=config.relay_tunnels,
+        rate=config.relay_rate or min(caps, default=0),
+        pair_rate=config.relay_pair_rate,
+    )

@@ -1,0 +1,300 @@
+"""This node's end of `peerloom/tunnel/1`: takes tunnels that are brought, relays others', opens its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from peerloom.node.p2pd import P2pDaemon, Stream
+from peerloom.node.seams import Clock
+from peerloom.node.tunnel_pump import hang_up, join, relay
+from peerloom.protocol import tunnel
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError
+from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
+from peerloom.protocol.tunnel import DeliverFrom, Header, Keep, OpenTo, Refusal, TunnelRefused
+from peerloom.protocol.types import PeerId
+
+log = logging.getLogger(__name__)
+
+HEADER_S = 3.0  # from a stream's first sign of life to the end of its header
+SETUP_S = 6.0  # to open a tunnel, the relay's own step to the target included
+FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connection of its own
+KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
+
+Count = Callable[[str, float], None]
+
+
+class Tunnels:
+    """Serves the protocol on each life of p2pd (`attach`), and opens tunnels through peers (`open`).
+
+    `my_relays` are those through which others may bring tunnels; `allowed` says whom this node deals with; `count`
+    takes cumulative metrics.
+    """
+
+    def __init__(
+        self,
+        desk: RelayDesk,
+        clock: Clock,
+        *,
+        my_relays: Callable[[], frozenset[PeerId]] = frozenset,
+        allowed: Callable[[PeerId], bool] = lambda _: True,
+        count: Count = lambda *_: None,
+    ) -> None:
+        self.desk = desk
+        self._clock = clock
+        self._shares = RelayShares(desk.limits.rate, desk.limits.pair_rate)
+        self._my_relays = my_relays
+        self._allowed = allowed
+        self._count = count
+        self._daemon: P2pDaemon | None = None
+        self._server: tuple[str, int] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._origins: dict[int, str] = {}
+        self._stopped = False
+
+    def serve(self, host: str, port: int) -> None:
+        """Names the local grpc server, at which tunnels to this node end; until then they are refused."""
+        self._server = (host, port)
+
+    async def attach(self, daemon: P2pDaemon) -> None:
+        """Takes streams from a life of p2pd, and opens them by it, in place of a former one."""
+        self._daemon = daemon
+        await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
+
+    async def attach_client(self, daemon: P2pDaemon) -> None:
+        """Only opens streams by it: for one that listens on nothing."""
+        self._daemon = daemon
+
+    def origin_of(self, port: int) -> str | None:
+        """Who speaks from a loopback port of this machine: the tunnel that ends there, None for another program."""
+        return self._origins.get(port)
+
+    async def connected(self) -> frozenset[PeerId]:
+        """The peers that libp2p is connected to."""
+        if self._daemon is None:
+            return frozenset()
+        try:
+            return frozenset(await self._daemon.contacts())
+        except (LinkError, TimeoutError):
+            return frozenset()
+
+    # -- opening ------------------------------------------------------------------------------------------------
+
+    async def open(self, via: PeerId, header: Header) -> Stream:
+        """A stream to `via` that has taken the header; raises PeerError."""
+        if self._daemon is None or self._stopped:
+            raise LinkError("the libp2p daemon does not run now")
+        try:
+            async with asyncio.timeout(SETUP_S):
+                return await _ask(self._daemon, via, header, SETUP_S)
+        except TimeoutError:
+            raise LinkError(f"no tunnel through {via} within {SETUP_S:.0f} s") from None
+
+    async def connect(self, peer: PeerId, multiaddrs: tuple[str, ...]) -> None:
+        """Has libp2p dial a peer at addresses that it may not know; raises nothing."""
+        for multiaddr in multiaddrs:
+            if self._daemon is None:
+                return
+            try:
+                return await self._daemon.connect(peer, multiaddr, SETUP_S)
+            except (LinkError, TimeoutError) as error:
+                log.debug("libp2p does not reach %s at %s: %s", peer, multiaddr, error)
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    async def _take(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One stream that a peer opened; called by hivemind in a task of its own."""
+        task = asyncio.current_task()
+        assert task is not None  # we are in one
+        self._tasks.add(task)
+        try:
+            await self._serve((reader, writer), PeerId(str(info.peer_id)))
+        except (OSError, PeerError, asyncio.IncompleteReadError, TimeoutError) as error:
+            log.debug("a tunnel of %s ended: %s", info.peer_id, error)
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+        except Exception:
+            log.exception("a tunnel of %s failed", info.peer_id)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _serve(self, stream: Stream, source: PeerId) -> None:
+        refusal = self.desk.arrived(source)
+        if refusal is not None or self._stopped:
+            return await self._refuse(stream, refusal or "busy")
+        settled = False
+
+        def settle() -> None:
+            nonlocal settled
+            if not settled:
+                self.desk.settled(source)
+            settled = True
+
+        try:
+            header = await self._header(stream)
+            if header is None:
+                return await self._refuse(stream, "malformed")
+            if not self._allowed(source):
+                return await self._refuse(stream, "unwilling")
+            match header:
+                case OpenTo(target) if target == self.desk.own:
+                    await self._end_here(stream, source, source, settle)
+                case OpenTo(target):
+                    await self._forward(stream, source, target, settle)
+                case DeliverFrom(origin):
+                    await self._end_here(stream, source, origin, settle)
+                case Keep(place):
+                    await self._keep(stream, source, place, settle)
+        finally:
+            settle()
+
+    async def _header(self, stream: Stream) -> Header | None:
+        """None when it never comes, or is none."""
+        try:
+            async with asyncio.timeout(HEADER_S):
+                length = (await stream[0].readexactly(1))[0]
+                if not 0 < length <= tunnel.MAX_HEADER_BYTES:
+                    return None
+                return tunnel.decode_header(await stream[0].readexactly(length))
+        except (MalformedMessage, TimeoutError, asyncio.IncompleteReadError):
+            return None
+
+    async def _refuse(self, stream: Stream, refusal: Refusal) -> None:
+        self._count(f"tunnels_refused_{refusal}", 1.0)
+        with contextlib.suppress(OSError):
+            stream[1].write(tunnel.encode_answer(refusal))
+            await hang_up(stream[1])
+
+    async def _end_here(self, stream: Stream, bearer: PeerId, origin: PeerId, settle: Callable[[], None]) -> None:
+        if self._server is None or not self._allowed(origin):
+            return await self._refuse(stream, "unwilling")
+        refusal = self.desk.deliver(bearer, origin, self._my_relays(), self._clock.monotonic())
+        if refusal is not None:
+            return await self._refuse(stream, refusal)
+        try:
+            try:
+                local = await asyncio.open_connection(*self._server)
+            except OSError:
+                return await self._refuse(stream, "unreachable")
+            port = int(local[1].get_extra_info("sockname")[1])
+            self._origins[port] = f"{origin} by {bearer}"
+            try:
+                await _answer(stream)
+                settle()
+                self._count("tunnels_delivered", 1.0)
+                await join(local, stream, self._passing("tunnel_bytes_in"))
+            finally:
+                self._origins.pop(port, None)
+                local[1].close()
+        finally:
+            self.desk.left(origin)
+
+    async def _forward(self, stream: Stream, source: PeerId, target: PeerId, settle: Callable[[], None]) -> None:
+        if not self._allowed(target):
+            return await self._refuse(stream, "unwilling")
+        refusal = self.desk.open_to(source, target, self._clock.monotonic())
+        if refusal is not None:
+            return await self._refuse(stream, refusal)
+        try:
+            onward = await self._reach(source, target)
+            if isinstance(onward, str):
+                return await self._refuse(stream, onward)
+            try:
+                await _answer(stream)
+                settle()
+                self._count("tunnels_relayed", 1.0)
+                await self._carry(stream, onward, (source, target))
+            finally:
+                onward[1].close()
+        finally:
+            self.desk.closed(source, target)
+
+    async def _carry(self, one: Stream, other: Stream, pair: Pair) -> None:
+        await relay(one, other, self._sharing(pair))
+
+    async def _reach(self, source: PeerId, target: PeerId) -> Stream | Refusal:
+        """The relay's step to the target.
+
+        A connection may be dead without knowing it, its peer having moved: it is given up, so that the one that the
+        peer has made since, or makes when it notices, is taken.
+        """
+        daemon = self._daemon
+        if daemon is None:
+            return "unreachable"
+        try:
+            async with asyncio.timeout(FORWARD_S):
+                return await _ask(daemon, target, DeliverFrom(source), FORWARD_S)
+        except TunnelRefused as error:
+            return error.refusal
+        except TimeoutError:
+            with contextlib.suppress(LinkError, TimeoutError):
+                await daemon.disconnect(target)
+        except PeerError as error:
+            log.debug("%s is not reached for %s: %s", target, source, error)
+        return "unreachable"
+
+    async def _keep(self, stream: Stream, source: PeerId, place: bool, settle: Callable[[], None]) -> None:
+        refusal = self.desk.keep(source, place, self._my_relays())
+        if refusal is not None:
+            return await self._refuse(stream, refusal)
+        try:
+            await _answer(stream)
+            settle()
+            while True:
+                async with asyncio.timeout(KEEP_S):
+                    await stream[0].readexactly(1)
+                    stream[1].write(bytes([round(255 * self.desk.load())]))
+                    await stream[1].drain()
+        finally:
+            self.desk.unkept(source, place)
+
+    def _passing(self, metric: str) -> Callable[[int], Any]:
+        async def passing(size: int) -> None:
+            self._count(metric, float(size))
+
+        return passing
+
+    def _sharing(self, pair: Pair) -> Callable[[int], Any]:
+        async def passing(size: int) -> None:
+            self._count("relayed_bytes", float(size))
+            if (seconds := self._shares.wait_s(pair, size, self._clock.monotonic())) > 0:
+                await asyncio.sleep(seconds)
+
+        return passing
+
+    async def stop(self) -> None:
+        """Ends all tunnels that others opened here; safe to call twice."""
+        self._stopped = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._daemon = None
+
+
+async def _ask(daemon: P2pDaemon, via: PeerId, header: Header, timeout_s: float) -> Stream:
+    """Opens a stream and has its header taken; raises LinkError, MalformedMessage or TimeoutError."""
+    stream = await daemon.open_stream(via, tunnel.TUNNEL, timeout_s)
+    try:
+        stream[1].write(tunnel.encode_header(header))
+        await stream[1].drain()
+        refusal = tunnel.decode_answer(await stream[0].readexactly(1))
+        if refusal is not None:
+            raise TunnelRefused(via, refusal)
+    except (OSError, asyncio.IncompleteReadError):
+        stream[1].close()
+        raise LinkError(f"{via} broke the tunnel off before it stood") from None
+    except BaseException:
+        stream[1].close()
+        raise
+    return stream
+
+
+async def _answer(stream: Stream) -> None:
+    stream[1].write(tunnel.encode_answer(None))
+    await stream[1].drain()
