@@ -5,7 +5,7 @@ For a weight W (m, n) with gradient G at step t = 1, 2, ..., in this order:
     L = b2 L + (1 - b2) G G^T,  R = b2 R + (1 - b2) G^T G                 source "2nd" only; no bias correction
     U, V = an eigenbasis                                                  at t = 1 and where t % freq == 0
     M = b1 M + (1 - b1) G,  G~ = U^T G V,  M~ = U^T M V
-    V~ = b2 V~ + (1 - b2) G~ G~                                           elementwise; permuted with U and V, not rotated
+    V~ = b2 V~ + (1 - b2) G~ G~                                           elementwise; permuted with U, V, not rotated
     W = (1 - lr wd) W - lr sqrt(1 - b2^t) / (1 - b1^t) U (M~ / (sqrt(V~) + eps)) V^T
 
 What is stored is M~, which follows M~ = b1 M~ + (1 - b1) G~ while the basis stands and is turned with it when it
@@ -36,9 +36,10 @@ class BasisRotatedAdam(Optimizer):
 
     Parameters with two dimensions or more are matrices (out, the rest), as convolutions are; those with fewer, those of
     one row or column, and those of groups with `rotate` False (embeddings, the head), get plain AdamW. A side longer
-    than `max_side` keeps the identity. Every argument but `params` may be set by group; groups that differ in `lr`, `weight_decay` alone are
-    still worked on together. Memory beyond AdamW's: 2 (m^2 + n^2) elements a matrix for ("2nd", "bilateral"), half of
-    it for "1st", and for "unilateral" the smaller side's alone. Moments and bases are fp32, or fp64 for fp64 weights.
+    than `max_side` keeps the identity. Every argument but `params` may be set by group; groups that differ in `lr` or
+    `weight_decay` alone are still worked on together. Memory beyond AdamW's: 2 (m^2 + n^2) elements a matrix for
+    ("2nd", "bilateral"), half of it for "1st", and for "unilateral" the smaller side's alone. Moments and bases are
+    fp32, or fp64 for fp64 weights.
 
     A parameter's state holds `step`, `exp_avg`, `exp_avg_sq` (both in the rotated basis) and, where they are used,
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).
@@ -152,7 +153,7 @@ class BasisRotatedAdam(Optimizer):
         )
 
     def _stacked(self, chosen: list[tuple[Tensor, Group]]) -> list[RotatedStack]:
-        """The stacks over `chosen`, kept from step to step; made anew when the parameters or their state were changed."""
+        """The stacks over `chosen`, kept from step to step, made anew when these or their state changed."""
         settings = [Setting.of(group) for _, group in chosen]
         signature = tuple((id(parameter), setting) for (parameter, _), setting in zip(chosen, settings, strict=True))
         if signature != self._signature or any(stack.stale() for stack in self._stacks):

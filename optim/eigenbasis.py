@@ -99,7 +99,8 @@ def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Ro
 def _orthogonal(matrix: Tensor) -> Tensor:
     """(..., m, n) -> (..., m, m): the complete Q of its QR."""
     mode = "complete" if matrix.shape[-2] > matrix.shape[-1] else "reduced"
-    return torch.linalg.qr(matrix, mode=mode).Q
+    basis: Tensor = torch.linalg.qr(matrix, mode=mode).Q
+    return basis
 
 
 def _permute(x: Tensor, order: Tensor, dim: int) -> Tensor:
@@ -121,10 +122,10 @@ def _robust(decompose: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor) -
     for trial in (matrix, matrix.double()):
         try:
             found = decompose(trial)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in __all__
             continue
         if all(bool(part.isfinite().all()) for part in found):
             return tuple(part.to(matrix.dtype).contiguous() for part in found)
     raise ValueError(
-        f"no eigenbasis of {tuple(matrix.shape)}: the gradient holds NaN or infinity; skip such a step or lower the rate"
+        f"no eigenbasis of {tuple(matrix.shape)}: the gradient holds NaN or infinity; skip the step or lower the rate"
     )

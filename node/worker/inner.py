@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ class InnerLoop:
 
     AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
     the hidden matrices, and AdamW keeps embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all,
-    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases. On CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it
-    after the parameters have their final memory.
+    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases. On
+    CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the parameters have their final
+    memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:
@@ -115,10 +116,10 @@ class InnerLoop:
                 self._of(name).state[parameter][what] = value.clone().to(where) if where else value.clone()
 
 
-def _basis_rotated(hidden: list[Tensor], others: list[dict[str, Any]], train: TrainSpec) -> BasisRotatedAdam:
+def _basis_rotated(hidden: Sequence[Tensor], others: list[dict[str, Any]], train: TrainSpec) -> BasisRotatedAdam:
     plain = [{**group, "rotate": False} for group in others if group["params"]]
     return BasisRotatedAdam(
-        ([{"params": hidden}] if hidden else []) + plain,
+        ([{"params": list(hidden)}] if hidden else []) + plain,
         train.learning_rate,
         (train.beta1, train.beta2),
         train.eps,
