@@ -44,7 +44,8 @@ class BasisRotatedAdam(Optimizer):
     A parameter's state holds `step`, `exp_avg`, `exp_avg_sq` (both in the rotated basis) and, where they are used,
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).
 
-    Raises ValueError for hyper-parameters out of range, and in `step` for a first gradient that is not finite.
+    Raises ValueError for hyper-parameters out of range, and in `step` for a first gradient that is not finite and for
+    a weight whose rotated sides were changed after its first step.
     """
 
     stack_type: type[RotatedStack] = RotatedStack  # what takes the steps of equal-shaped weights
@@ -134,6 +135,8 @@ class BasisRotatedAdam(Optimizer):
                 state["step"] = torch.zeros(())
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            elif "left" in state or "right" in state:
+                raise ValueError("rotate must stay as it is once a weight took its first step")
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,

@@ -7,7 +7,8 @@ hundredth; each method takes, with and without delay, the rate with the fewest s
 grid that grows by factors of two until no best rate lies on its edge.
 
 `--quick`: three methods, 200 steps, one seed, and the small step cost, within 60 s: a look, no result. Without a flag:
-all methods, 2 seeds. `--full`: 3 seeds. Finished runs are kept in results/basis_rotation/ and never run twice.
+all methods, 2 seeds. `--full`: 3 seeds, and shorter, longer and larger runs of three methods, whose rows end in the
+setting's name. Finished runs are kept in results/basis_rotation/ and never run twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.basis_rotation_cost import cost_rows
+from tests.benchmarks.basis_rotation_model import Size
 from tests.benchmarks.basis_rotation_plot import plot
 from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, sweep, target_loss
 from tests.benchmarks.basis_rotation_train import METHODS, Kind, Plan
@@ -28,6 +30,12 @@ from tests.benchmarks.rows import Row, main
 
 RESULTS = Path(__file__).parent / "results" / "basis_rotation"
 GRID = {1: (1e-3, 2e-3, 4e-3, 8e-3), 32: (5e-4, 1e-3, 2e-3, 4e-3)}
+TRENDS = {
+    "short": replace(Plan(), steps=1500, warmup=75),
+    "long": replace(Plan(), steps=12_000, warmup=600),
+    "wide": replace(Plan(), size=Size(width=64, heads=4, hidden=192, length=64, batch=4), steps=8000, warmup=400),
+}
+QUICK_PLAN = replace(Plan(), steps=200, warmup=20, eval_every=10)
 QUICK_GRID = {1: (4e-3, 8e-3), 32: (1e-3, 4e-3)}
 QUICK: tuple[Kind, ...] = ("adamw", "nesterov", "2nd_bi")
 BASELINES: tuple[Kind, ...] = ("adamw", "pipedream_lr", "nesterov")
@@ -37,23 +45,36 @@ Found = dict[tuple[Kind, int], Outcome]
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Runs what is missing, prints every method's best, draws the plot, and gives the rows."""
     torch.set_num_threads(1)
-    kinds: Sequence[Kind] = METHODS
     if arguments.quick:
-        kinds, seeds, grid = QUICK, [0], QUICK_GRID
-        curves = Curves(replace(Plan(), steps=200, warmup=20, eval_every=10), None)
+        rows = slowdowns(QUICK_PLAN, QUICK, QUICK_GRID, [0], None)
     else:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        seeds, grid = list(range(3 if arguments.full else 2)), GRID
-        curves = Curves(Plan(), RESULTS)
+        rows = slowdowns(Plan(), METHODS, GRID, range(3 if arguments.full else 2), RESULTS)
+    for name, plan in TRENDS.items() if arguments.full else ():
+        rows += slowdowns(plan, QUICK, GRID, range(2), RESULTS, name)
+    return [*rows, *cost_rows(quick=arguments.quick)]
+
+
+def slowdowns(
+    plan: Plan,
+    kinds: Sequence[Kind],
+    grid: dict[int, Sequence[float]],
+    seeds: Sequence[int],
+    folder: Path | None,
+    trend: str = "",
+) -> list[Row]:
+    """The sweep of one plan; with a folder its runs and plot are kept there, and the grid grows off its edges."""
+    curves = Curves(plan, folder)
     processes = max(1, min(2, os.cpu_count() or 1))
-    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=not arguments.quick)
+    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=folder is not None)
     target = target_loss(curves, seeds)
     found = outcomes(curves, kinds, seeds, target)
     report(curves, found, target)
-    if not arguments.quick:
-        drawn = plot(curves, list(found.values()), seeds, target, RESULTS / "slowdown.png")
-        print(f"plot: {RESULTS / 'slowdown.png'}" if drawn else "no plot: install the extra `bench` for matplotlib")
-    return [*slowdown_rows(curves.plan, found, target, len(seeds)), *cost_rows(quick=arguments.quick)]
+    if folder is not None:
+        path = folder / f"slowdown{trend and '_' + trend}.png"
+        drawn = plot(curves, list(found.values()), seeds, target, path)
+        print(f"plot: {path}" if drawn else "no plot: install the extra `bench` for matplotlib")
+    return slowdown_rows(plan, found, target, len(seeds), trend)
 
 
 def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:
@@ -81,9 +102,9 @@ def slowdown(plan: Plan, found: Found, kind: Kind) -> tuple[float, float, bool] 
     return (plan.steps if late.steps is None else late.steps, alone.steps, late.steps is not None)
 
 
-def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int) -> list[Row]:
+def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int, trend: str = "") -> list[Row]:
     """One for each method, its own run without delay as the baseline; and 2nd-bi's steps over the best baseline's."""
-    rows = []
+    rows, end = [], trend and f"_{trend}"
     for kind in METHODS:
         figure = slowdown(plan, found, kind)
         if figure is not None:
@@ -91,7 +112,7 @@ def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int) -> list[R
             rates = f"lr {found[kind, plan.depth].lr:g} and {found[kind, 1].lr:g}"
             rows.append(
                 Row(
-                    name=f"slowdown_{kind}",
+                    name=f"slowdown_{kind}{end}",
                     value=late,
                     unit="steps" if reached else "steps, target NOT reached",
                     baseline="P = 1",
@@ -106,7 +127,7 @@ def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int) -> list[R
     if best is not None and ours is not None:
         rows.append(
             Row(
-                name="iterations_2nd_bi",
+                name=f"iterations_2nd_bi{end}",
                 value=ours[0],
                 unit="steps",
                 baseline=best[1],

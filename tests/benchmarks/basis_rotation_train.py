@@ -148,14 +148,12 @@ def _options(kind: Kind, freq: int) -> dict[str, Any]:
 
 
 def _frequencies(plan: Plan, kind: Kind, depth: int) -> list[int]:
-    """Of each stage: those of the blocks' places among `depth` stages."""
+    """Of each stage: that of its place among `depth` stages, which its delay tells."""
     delays = plan.size.delays(depth)
-    if kind not in ("stage_aware", "reversed") or depth == 1:
+    if kind not in ("stage_aware", "reversed"):
         return [FREQ] * len(delays)
-    blocks = stage_frequencies(plan.size.layers, FREQ)
-    if kind == "reversed":
-        blocks.reverse()
-    return [FREQ, *blocks, FREQ]
+    every = stage_frequencies(depth, FREQ)
+    return [every[delay if kind == "reversed" else depth - 1 - delay] for delay in delays]
 
 
 def steps_to(target: float, curve: Sequence[float], eval_every: int, mean_of: int) -> float | None:

@@ -262,6 +262,16 @@ def test_a_bad_argument_is_named(options: dict[str, Any], name: str) -> None:
         BasisRotatedAdam([nn.Parameter(torch.ones(2, 2))], **options)
 
 
+@pytest.mark.parametrize("change", [{"geometry": "unilateral"}, {"rotate": False}, {"max_side": 2}])
+def test_a_basis_is_not_taken_from_under_its_moments(draw: Draw, change: dict[str, Any]) -> None:
+    weight = nn.Parameter(draw(4, 3))
+    tool = optimizer([weight])
+    feed(tool, [weight], [draw(4, 3)])
+    tool.param_groups[0].update(change)
+    with pytest.raises(ValueError, match="must stay"):
+        feed(tool, [weight], [draw(4, 3)])
+
+
 def test_a_group_that_is_refused_is_not_kept() -> None:
     tool = BasisRotatedAdam([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(ValueError, match="freq"):
