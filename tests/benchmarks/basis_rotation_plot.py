@@ -43,6 +43,7 @@ def plot(curves: Curves, found: Sequence[Outcome], seeds: Sequence[int], target:
         if alone is not None and late is not None:
             ratios[kind] = ((plan.steps if late.steps is None else late.steps) / alone, late.steps is not None)
     names = sorted(ratios, key=lambda kind: ratios[kind][0])
+    right.margins(x=0.2)
     bars = right.barh(names, [ratios[kind][0] for kind in names], color=[colours[kind] for kind in names])
     right.bar_label(bars, [f"{ratios[kind][0]:.2f}" + ("" if ratios[kind][1] else " or more") for kind in names])
     right.set(xlabel=f"steps to {target:.2f} over the method's own without delay", title="slowdown")
