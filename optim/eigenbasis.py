@@ -72,8 +72,11 @@ def next_from_covariance(
 
 
 def first_from_moment(moment: Tensor, sides: tuple[bool, bool]) -> Rotation:
-    """The singular vectors of M (..., m, n), in full, on the sides asked for; raises ValueError as above."""
-    left, right = _robust(_singular, moment)
+    """The singular vectors of M (..., m, n) on the sides asked for; raises ValueError as above.
+
+    Both together are in full; one alone must be the shorter side's, as `rotated_sides` has it.
+    """
+    left, right = _robust(_singular if all(sides) else _singular_short, moment)
     return Rotation(left if sides[0] else None, right if sides[1] else None)
 
 
@@ -114,6 +117,11 @@ def _descending(covariance: Tensor) -> tuple[Tensor, ...]:
 
 def _singular(moment: Tensor) -> tuple[Tensor, ...]:
     left, _, right = torch.linalg.svd(moment, full_matrices=True)
+    return left, right.mT
+
+
+def _singular_short(moment: Tensor) -> tuple[Tensor, ...]:
+    left, _, right = torch.linalg.svd(moment, full_matrices=False)
     return left, right.mT
 
 
