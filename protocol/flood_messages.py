@@ -3,7 +3,7 @@
 A message is (origin, sequence, step, scalar): the origin's local step number `step`, the `sequence`-th of all messages
 it ever made, from 0, and its scalar in fixed point. Its seed is derived from (run seed, origin key, sequence).
 
-An origin's messages form a hash chain, and what it signs is a place in the chain: one signature covers all before it.
+An origin's messages form a hash chain (BLAKE2b of 16 bytes: two histories under one value take some 2^64 hashes), and what it signs is a place in the chain: one signature covers all before it.
 So a run of messages travels with the signature of its last one alone, in whatever pieces, and two signatures over
 different chains at one place convict the origin by themselves. State counts, of each origin, an unbroken prefix.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from peerloom.protocol.limits import CHAIN_BYTES
 from peerloom.protocol.types import PeerId, RunId
 
-CHAIN_BYTES = 16  # of BLAKE2b: who wants two histories under one chain value needs some 2^64 hashes
 _DOMAIN = b"peerloom-flood-v1\0"
 _MESSAGE = struct.Struct("<qi")
 _PLACE = struct.Struct("<q")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
+from peerloom.protocol.spec_seedflow import SeedflowSpec
+from peerloom.protocol.spec_task import TaskSpec
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 
@@ -231,7 +233,9 @@ TIED: dict[type, tuple[str, ...]] = {
         *("alpha", "gamma", "momentum", "pairing", "clip_radius"),
         *("weights", "group_size", "fragments", "local_steps", "round_s"),
     ),
-    RunSpec: ("model", "data", "train"),
+    TaskSpec: ("template", "labels", "label_words"),
+    SeedflowSpec: ("max_steps", "scalar_bound", "fraction_bits", "period", "rate_burst", "flush_steps", "trainable"),
+    RunSpec: ("model", "data", "train", "task"),
 }
 
 
