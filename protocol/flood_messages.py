@@ -3,9 +3,10 @@
 A message is (origin, sequence, step, scalar): the origin's local step number `step`, the `sequence`-th of all messages
 it ever made, from 0, and its scalar in fixed point. Its seed is derived from (run seed, origin key, sequence).
 
-An origin's messages form a hash chain (BLAKE2b of 16 bytes: two histories under one value take some 2^64 hashes), and what it signs is a place in the chain: one signature covers all before it.
+An origin's messages form a hash chain, and what it signs is a place in the chain: one signature covers all before it.
 So a run of messages travels with the signature of its last one alone, in whatever pieces, and two signatures over
-different chains at one place convict the origin by themselves. State counts, of each origin, an unbroken prefix.
+different chains at one place convict the origin by themselves. State counts, of each origin, an unbroken prefix. (The
+chain is BLAKE2b of 16 bytes: two histories under one value take some 2^64 hashes.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FloodMessage(NamedTuple):
 
 
 def origin_key(origin: PeerId) -> int:
-    """The 64 bits that stand for an origin where seeds are derived: SHA-256 of the peer id, first 8 bytes, big-endian."""
+    """The 64 bits that stand for an origin in seeds: SHA-256 of the peer id, its first 8 bytes, big-endian."""
     return int.from_bytes(hashlib.sha256(origin.encode()).digest()[:8], "big")
 
 
@@ -83,7 +84,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How far a node is with one origin: all messages below `next`, whose chain is `chain`; it can serve from `base`."""
+    """How far a node is with one origin: all messages below `next`, under `chain`; it can serve from `base`."""
 
     origin: PeerId
     next: int
@@ -135,6 +136,25 @@ class Proof:
     def origin(self) -> PeerId:
         """The liar."""
         return self.one.batch.origin
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a state is with one origin, as the origin signed it; the next message's step is `step` or more."""
+
+    origin: PeerId
+    next: int
+    step: int
+    chain: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Which messages a state counts, and whose it does not count any more."""
+
+    marks: tuple[Mark, ...]
+    proofs: tuple[Proof, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ MAX_SKETCH_VALUE = 1e30  # of a sketch's numbers, whose squares are still finite
 MAX_WALL_S = 4_102_444_800.0  # Unix seconds, the year 2100: a time past it is not a time
 
 CHAIN_BYTES = 16  # of an origin's hash chain in SeedFlow
-MAX_FRAME_BYTES = 256 << 10  # bytes of one message of Flood.Push: a page of messages, or the heads of all origins
+MAX_FRAME_BYTES = 512 << 10  # bytes of one message of Flood.Push: a page of messages, or the heads of all origins
 MAX_SEGMENT = 1024  # messages under one signature: what a proof of a lie has to hold
 MAX_PAGE = 4096  # messages in one answer to a want, or in one push
 MAX_WANTS = 256  # origins asked for at once

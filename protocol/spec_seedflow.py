@@ -57,9 +57,9 @@ class SeedflowSpec(Table):
                 f"{self.max_steps}: must be at most {most} with these scalars, or sums could pass 64 bits",
             )
         if self.periods() > MAX_PERIODS:
+            least = -(-self.max_steps // MAX_PERIODS)
             yield Fault(
-                ("period", "max_steps"),
-                f"{self.period}: must be at least {-(-self.max_steps // MAX_PERIODS)} with max_steps = {self.max_steps}",
+                ("period", "max_steps"), f"{self.period}: must be at least {least} with max_steps = {self.max_steps}"
             )
         if self.rate_burst < self.flush_steps:
             yield Fault(

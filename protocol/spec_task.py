@@ -1,4 +1,4 @@
-"""The RunSpec's table of the task: plain text, or classification by the words that a language model would go on with."""
+"""The RunSpec's table of the task: plain text, or classification by the word that follows a prompt."""
 
 from __future__ import annotations
 
