@@ -136,6 +136,9 @@ class _Record(_Model):
     up_bytes: _Count
     down_bytes: _Count
     sketch: Annotated[tuple[_SketchValue, ...], Field(max_length=limits.MAX_SKETCH)] = ()
+    state_hash: _Hex = ""
+    messages: _Count = 0
+    accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class _PeerBody(_Model):

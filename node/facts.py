@@ -39,6 +39,9 @@ class Facts:
     tokens_per_s: float = 0.0
     loss: float | None = None
     sketch: tuple[float, ...] = ()
+    state_hash: str = ""  # SeedFlow's
+    messages: int = 0
+    accuracy: float | None = None
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
@@ -112,6 +115,9 @@ class Facts:
             up_bytes=up,
             down_bytes=down,
             sketch=self.sketch,
+            state_hash=self.state_hash,
+            messages=self.messages,
+            accuracy=self.accuracy,
         )
 
     def status(self) -> NodeStatus:

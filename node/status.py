@@ -12,7 +12,7 @@ time; loss is held-out, in nats a token; null where nothing is known yet.
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
-                "sketch": [float]}]}
+                "sketch": [float], "state_hash": str, "messages": int, "accuracy": float | null}]}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
 committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
@@ -67,6 +67,9 @@ class NodeRow:
     version: str
     started_at: float
     sketch: tuple[float, ...]
+    state_hash: str
+    messages: int
+    accuracy: float | None
 
     @property
     def trains(self) -> bool:
@@ -152,6 +155,9 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         version=record.version,
         started_at=record.started_at,
         sketch=record.sketch,
+        state_hash=record.state_hash,
+        messages=record.messages,
+        accuracy=record.accuracy,
     )
 
 

@@ -113,3 +113,27 @@ class FloodHashReply(_message.Message):
     number: int
     digest: bytes
     def __init__(self, number: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class FloodMark(_message.Message):
+    __slots__ = ("key", "next", "step", "chain", "signature")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    next: int
+    step: int
+    chain: bytes
+    signature: bytes
+    def __init__(self, key: _Optional[bytes] = ..., next: _Optional[int] = ..., step: _Optional[int] = ..., chain: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class FloodSnapshot(_message.Message):
+    __slots__ = ("marks", "proofs", "state_digest")
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    marks: _containers.RepeatedCompositeFieldContainer[FloodMark]
+    proofs: _containers.RepeatedCompositeFieldContainer[FloodProof]
+    state_digest: bytes
+    def __init__(self, marks: _Optional[_Iterable[_Union[FloodMark, _Mapping]]] = ..., proofs: _Optional[_Iterable[_Union[FloodProof, _Mapping]]] = ..., state_digest: _Optional[bytes] = ...) -> None: ...

@@ -20,9 +20,11 @@ from peerloom.protocol.flood_messages import (
     HashQuery,
     HashReply,
     Head,
+    Mark,
     Proof,
     Segment,
     Segments,
+    Snapshot,
     Versions,
     Want,
     Wants,
@@ -227,6 +229,42 @@ def decode_proof(data: bytes) -> Proof:
     except DecodeError:
         raise MalformedMessage(f"{len(data)} bytes that are no proof") from None
     return read_proof(message)
+
+
+def encode_snapshot(snapshot: Snapshot, state_digest: bytes) -> bytes:
+    """A snapshot that stands alone; `state_digest` is BLAKE3 of the state that counts these messages."""
+    marks = [
+        flood_pb2.FloodMark(
+            key=public_key_of(mark.origin), next=mark.next, step=mark.step, chain=mark.chain, signature=mark.signature
+        )
+        for mark in snapshot.marks
+    ]
+    proofs = [proof_message(proof) for proof in snapshot.proofs]
+    return flood_pb2.FloodSnapshot(marks=marks, proofs=proofs, state_digest=state_digest).SerializeToString()
+
+
+def decode_snapshot(data: bytes) -> tuple[Snapshot, bytes]:
+    """A snapshot and the digest of its state; whether it is true is `FloodMachine.check`'s business."""
+    message = flood_pb2.FloodSnapshot()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        raise MalformedMessage(f"{len(data)} bytes that are no snapshot") from None
+    limits.check_number_of("origins in a snapshot", len(message.marks), limits.MAX_FLOOD_ORIGINS)
+    limits.check_number_of("proofs in a snapshot", len(message.proofs), limits.MAX_FLOOD_CUT)
+    marks = tuple([_mark(mark) for mark in message.marks])
+    proofs = tuple([read_proof(proof) for proof in message.proofs])
+    return Snapshot(marks, proofs), checks.octets("state digest", message.state_digest, limits.DIGEST_BYTES)
+
+
+def _mark(mark: flood_pb2.FloodMark) -> Mark:
+    return Mark(
+        peer_id_of(checks.octets("origin key", mark.key, KEY_BYTES)),
+        checks.whole("version", mark.next, limits.MAX_FLOOD_STEP),
+        checks.whole("step", mark.step, limits.MAX_FLOOD_STEP),
+        checks.octets("chain", mark.chain, limits.CHAIN_BYTES),
+        _signature(mark.signature),
+    )
 
 
 def encode_segment(segment: Segment) -> bytes:

@@ -18,7 +18,7 @@ moment (rate, period far ahead, an origin nobody has heard of) is refused for no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from peerloom.protocol.effects import Count, ScorePeer, SetTimer
 from peerloom.protocol.events import TimerFired
@@ -72,6 +72,15 @@ TIMER = "repair"
 BLAMED: frozenset[Refusal] = frozenset({"forged", "false_proof", "bound", "budget"})  # an honest node passes none on
 
 Sign = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What is to be done to the state last adopted, or a fresh one; `resync`: it is of no use, fetch another."""
+
+    apply: tuple[Batch, ...]
+    retract: tuple[Batch, ...]
+    resync: bool
 
 
 class FloodMachine:
@@ -169,18 +178,31 @@ class FloodMachine:
 
     # before the first event
 
-    def restore(self, items: Iterable[Segment | Proof]) -> list[Batch]:
-        """Takes what an earlier life kept, in its order, and trusts it; returns what is to be applied.
+    def restore(self, items: Iterable[Segment | Proof | Snapshot]) -> Restored:
+        """Takes what earlier lives kept, in its order, and trusts it; items that do not fit are left out.
 
-        Items that do not fit are left out, as after a snapshot that is ahead of them.
+        A Snapshot among them stands for a state that was adopted there.
         """
+        counted: dict[PeerId, int] = {}
+        retract: list[Batch] = []
+        resync = False
         for item in items:
-            if isinstance(item, Proof):
-                self._convict(item)
-            elif item.batch.origin not in self._proofs:
-                self._restore(item)
-        held = (source.history for source in self._sources.values())
-        return [batch for history in held for batch in history.batches(history.base, history.next)]
+            match item:
+                case Snapshot():
+                    self.adopt(item)
+                    counted = {mark.origin: mark.next for mark in item.marks}
+                    retract, resync = [], False
+                case Proof():
+                    history = self._convict(item)
+                    if (count := counted.pop(item.origin, 0)) and history is not None:
+                        resync = resync or history.base > 0
+                        retract += history.batches(0, count) if not history.base else []
+                case Segment(batch) if batch.origin not in self._proofs:
+                    self._restore(item)
+        apply: list[Batch] = []
+        for origin, source in self._sources.items():
+            apply += source.history.batches(counted.get(origin, 0), source.history.next)
+        return Restored(tuple(apply), tuple(retract), resync)
 
     def check(self, snapshot: Snapshot) -> bool:
         """Whether each origin signed its mark and each proof convicts; at most one mark an origin, none of a liar."""

@@ -52,6 +52,9 @@ class PeerRecord:
     up_bytes: int = 0
     down_bytes: int = 0
     sketch: tuple[float, ...] = ()
+    state_hash: str = ""  # SeedFlow: hex, of all sums, as of `messages`
+    messages: int = 0  # SeedFlow: how many the state counts, the sum of the version vector
+    accuracy: float | None = None  # held-out, of a classification task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,7 +198,7 @@ class Fabric:
             self.unlink(index, other)
         old = self.members[index]
         fresh = Member(old.own, machine(old.own, self.spec), log=old.log, step=old.step)
-        fresh.state.add(fresh.machine.restore(old.log))
+        fresh.state.add(fresh.machine.restore(old.log).apply)
         self.members[index] = fresh
         self.see(index)
 
