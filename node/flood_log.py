@@ -112,12 +112,12 @@ class FloodLog:
                 self._item(kind, content)
             except ProtocolError:
                 break
-            except FileNotFoundError:
-                self.note = f"the state that the log {self._path} goes on from is missing or damaged; it was set aside"
-                return 0
             end = after
         if not end:
             self.note = f"the log {self._path} is damaged; it was set aside"
+        elif self.state is None and any(isinstance(item, Snapshot) for item in self.items):
+            self.note = f"the state that the log {self._path} goes on from is missing or damaged; it was set aside"
+            return 0
         return end
 
     def _item(self, kind: int, content: bytes) -> None:
@@ -131,16 +131,10 @@ class FloodLog:
             self.items.append(snapshot)
 
     def _read_state(self, digest: bytes) -> bytes | None:
-        """The state; None for one that a later snapshot has replaced."""
+        """The state; None for one that is gone, as all but the last are, or damaged."""
         path = self._state_path(digest)
-        if not path.exists():
-            if self.state is None and not any(self._folder.glob("flood-*.state")):
-                raise FileNotFoundError(path)
-            return None
-        state = path.read_bytes()
-        if blake3(state).digest() != digest:
-            raise FileNotFoundError(path)
-        return state
+        state = path.read_bytes() if path.exists() else b""
+        return state if blake3(state).digest() == digest else None
 
     def _state_path(self, digest: bytes) -> Path:
         return self._folder / f"flood-{digest.hex()[:32]}.state"
