@@ -191,6 +191,7 @@ async def _run_node(
             phases=phases,
             journal=Journal(run_dir / "metrics.jsonl", clock.wall),
             progress=_progress(facts, on_status),
+            sign=identity.sign,
             joinable=lambda: on_joinable(
                 NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites)
             ),

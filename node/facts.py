@@ -77,9 +77,13 @@ class Facts:
         self.round, self.sketch = finished.round, finished.sketch
         if finished.held_out_loss is not None:
             self.loss = finished.held_out_loss
-        smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
-        self.tokens_per_s += smooth * (rate - self.tokens_per_s)
+        self.rate(rate)
         self.changed()
+
+    def rate(self, tokens_per_s: float) -> None:
+        """Takes the newest speed into the smoothed one."""
+        smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
+        self.tokens_per_s += smooth * (tokens_per_s - self.tokens_per_s)
 
     def met(self, somebody: bool, why_not: str) -> None:
         """Takes whether the round had a partner."""

@@ -1,4 +1,4 @@
-"""What a node keeps of the flood: an append-only log, every record checksummed; what was torn off at its end is dropped.
+"""What a node keeps of the flood: an append-only log, each record checksummed; a torn end is dropped.
 
 A file of records: length (4 bytes, little-endian), kind (1), content, BLAKE3 of kind and content (8). The first record
 names the run and the node. A state that was adopted from a peer lies beside it in a file of its own, named by the log.

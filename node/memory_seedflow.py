@@ -1,4 +1,4 @@
-"""The in-memory worker of SeedFlow: integer sums without a model, in the loop's time; for whole swarms in one process."""
+"""The in-memory worker of SeedFlow: integer sums without a model, in the loop's time; for swarms in one process."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
-from peerloom.node.seams import Discovery, MessageStream, WorkerDied, WorkerPort
+from peerloom.node.seams import Discovery, MessageStream, WorkerDied
 from peerloom.node.trainer import Drained
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
@@ -32,7 +32,7 @@ class Node:
     """A PeerHandler with a life; `worker_factory` is None for a bootstrap peer, which trains nothing."""
 
     def __init__(
-        self, context: Context, discovery: Discovery, worker_factory: Callable[[], WorkerPort] | None
+        self, context: Context, discovery: Discovery, worker_factory: Callable[[], Any] | None
     ) -> None:
         self._context = context
         self._discovery = discovery

@@ -26,7 +26,7 @@ from peerloom.node.seams import (
 )
 from peerloom.node.turns import Meeting, Turns
 from peerloom.protocol import effects, events
-from peerloom.protocol.errors import LinkError, NoDonor, StorageError
+from peerloom.protocol.errors import LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.lifecycle import StartDecision, budget_spent, catch_up_delay, choose_start, worse_than
 from peerloom.protocol.membership import FAR_OFF, WORSE_STATE
@@ -82,6 +82,8 @@ class Trainer:
         """Serves this node's theta; raises LinkError while there is none."""
         if self._donor is None:
             raise LinkError("this node holds no model yet")
+        if request.kind != "theta":
+            raise RunMismatch(f"this node serves its parameters and no state of kind {request.kind!r}")
         async for message in self._donor.serve(request, self._facts.round):
             yield message
         self._facts.count("state_served")

@@ -116,14 +116,15 @@ class FloodMachine:
 
     @property
     def next_step(self) -> int:
-        """The first step that this node may take next: its own count, or where most of the others are.
+        """The step that this node takes next: its own count, or where the others are if it is a period behind them.
 
         The others' middle one: neither those that stopped long ago nor one that runs ahead decide.
         """
-        own = self._sources.get(self._own)
-        others = sorted(source.history.end_step for peer, source in self._sources.items() if peer in self._peers)
+        source = self._sources.get(self._own)
+        own = source.history.end_step if source else 0
+        others = sorted(each.history.end_step for peer, each in self._sources.items() if peer in self._peers)
         middle = others[len(others) // 2] if others else 0
-        return max(own.history.end_step if own else 0, middle)
+        return middle if middle > own + self._spec.period or (not own and middle) else own
 
     @property
     def cut(self) -> frozenset[PeerId]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from peerloom.protocol.flood_history import History
@@ -82,3 +82,51 @@ class Source:
 
     history: History
     allowance: Allowance
+
+
+class Outgoing:
+    """Segments that wait for a stream to take them: what follows on what is merged, so a slow link costs little.
+
+    Past `most` messages new ones are left out; the receiver then misses some and asks.
+    """
+
+    def __init__(self, most: int = 1 << 16) -> None:
+        self._most = most
+        self._waiting: list[Segment] = []
+        self._last: dict[PeerId, int] = {}  # by origin: where its newest one waits
+        self._messages = 0
+
+    def __len__(self) -> int:
+        return self._messages
+
+    def put(self, segments: Iterable[Segment]) -> int:
+        """Adds them; returns how many messages were left out."""
+        left_out = 0
+        for segment in segments:
+            batch = segment.batch
+            if self._messages + len(batch.scalars) > self._most:
+                left_out += len(batch.scalars)
+                continue
+            self._messages += len(batch.scalars)
+            at = self._last.get(batch.origin)
+            joined = merged(self._waiting[at], segment) if at is not None else None
+            if at is not None and joined is not None:
+                self._waiting[at] = joined
+            else:
+                self._last[batch.origin] = len(self._waiting)
+                self._waiting.append(segment)
+        return left_out
+
+    def take(self, most_segments: int, most_messages: int) -> tuple[Segment, ...]:
+        """What goes into one message, the oldest first."""
+        count = messages = 0
+        for segment in self._waiting[:most_segments]:
+            messages += len(segment.batch.scalars)
+            if count and messages > most_messages:
+                messages -= len(segment.batch.scalars)
+                break
+            count += 1
+        taken, self._waiting = tuple(self._waiting[:count]), self._waiting[count:]
+        self._messages -= messages
+        self._last = {segment.batch.origin: at for at, segment in enumerate(self._waiting)}
+        return taken
