@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -34,6 +35,8 @@ from peerloom.protocol.peer_id import KEY_BYTES, peer_id_of, public_key_of
 from peerloom.protocol.types import PeerId
 
 _END_TAG = b"\x7a"  # field 15, length-delimited
+_key_of = lru_cache(2 * limits.MAX_FLOOD_ORIGINS)(public_key_of)  # base58 of an id takes longer than all else
+_peer_of = lru_cache(2 * limits.MAX_FLOOD_ORIGINS)(peer_id_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class FloodWriter:
                 envelope.batches.extend([self._batch(segment) for segment in segments])
             case Versions(heads, cut):
                 envelope.versions.heads.extend([self._head(head) for head in heads])
-                envelope.versions.cut.extend([public_key_of(origin) for origin in cut])
+                envelope.versions.cut.extend([_key_of(origin) for origin in cut])
                 envelope.versions.SetInParent()
             case Wants(wants):
                 envelope.wants.extend([self._want(want) for want in wants])
@@ -102,7 +105,7 @@ class FloodWriter:
             return number, b""
         limits.check_number_of("origins on a stream", len(self._numbers) + 1, limits.MAX_FLOOD_ORIGINS)
         number = self._numbers[origin] = len(self._numbers)
-        return number, public_key_of(origin)
+        return number, _key_of(origin)
 
     def _batch(self, segment: Segment) -> flood_pb2.FloodBatch:
         batch = segment.batch
@@ -167,7 +170,7 @@ class FloodReader:
         if number != len(self._origins):
             raise MalformedMessage(f"origin {number} is introduced while {len(self._origins)} is next")
         limits.check_number_of("origins on a stream", number + 1, limits.MAX_FLOOD_ORIGINS)
-        origin = peer_id_of(checks.octets("origin key", key, KEY_BYTES))
+        origin = _peer_of(checks.octets("origin key", key, KEY_BYTES))
         self._origins.append(origin)
         return origin
 
@@ -199,7 +202,7 @@ class FloodReader:
 
     def _versions(self, versions: flood_pb2.FloodVersions) -> Versions:
         limits.check_number_of("origins cut off", len(versions.cut), limits.MAX_FLOOD_CUT)
-        cut = tuple([peer_id_of(checks.octets("origin key", key, KEY_BYTES)) for key in versions.cut])
+        cut = tuple([_peer_of(checks.octets("origin key", key, KEY_BYTES)) for key in versions.cut])
         return Versions(self._heads(versions.heads), cut)
 
     def _want(self, want: flood_pb2.FloodWant) -> Want:
@@ -211,7 +214,7 @@ class FloodReader:
 def proof_message(proof: Proof) -> flood_pb2.FloodProof:
     """A proof as it travels and as it is kept."""
     return flood_pb2.FloodProof(
-        key=public_key_of(proof.origin), one=_branch_message(proof.one), other=_branch_message(proof.other)
+        key=_key_of(proof.origin), one=_branch_message(proof.one), other=_branch_message(proof.other)
     )
 
 
@@ -235,7 +238,7 @@ def encode_snapshot(snapshot: Snapshot, state_digest: bytes) -> bytes:
     """A snapshot that stands alone; `state_digest` is BLAKE3 of the state that counts these messages."""
     marks = [
         flood_pb2.FloodMark(
-            key=public_key_of(mark.origin), next=mark.next, step=mark.step, chain=mark.chain, signature=mark.signature
+            key=_key_of(mark.origin), next=mark.next, step=mark.step, chain=mark.chain, signature=mark.signature
         )
         for mark in snapshot.marks
     ]
@@ -259,7 +262,7 @@ def decode_snapshot(data: bytes) -> tuple[Snapshot, bytes]:
 
 def _mark(mark: flood_pb2.FloodMark) -> Mark:
     return Mark(
-        peer_id_of(checks.octets("origin key", mark.key, KEY_BYTES)),
+        _peer_of(checks.octets("origin key", mark.key, KEY_BYTES)),
         checks.whole("version", mark.next, limits.MAX_FLOOD_STEP),
         checks.whole("step", mark.step, limits.MAX_FLOOD_STEP),
         checks.octets("chain", mark.chain, limits.CHAIN_BYTES),
@@ -284,7 +287,7 @@ def decode_segment(data: bytes) -> Segment:
 
 def read_proof(message: flood_pb2.FloodProof) -> Proof:
     """The proof in a message."""
-    origin = peer_id_of(checks.octets("origin key", message.key, KEY_BYTES))
+    origin = _peer_of(checks.octets("origin key", message.key, KEY_BYTES))
     return Proof(_branch(origin, message.one), _branch(origin, message.other))
 
 

@@ -418,7 +418,7 @@ class FloodMachine:
         if agreed or link.doubts > MAX_DOUBTS:
             self._refuse(link, "forged")
         else:
-            self._refuse(link, "truncated")
+            self._refuse(link, "doubtful")
             self._do(Send(link.peer, Wants((Want(origin, max(0, sequence - 1)),))))
 
     def _take(self, segment: Segment, chain: bytes, *, own: bool) -> None:

@@ -22,7 +22,7 @@ Refusal = Literal[
     "rate",  # more than the origin may send in the time; may be taken later
     "cut",  # of an origin that was proven to lie
     "base",  # older than all that is held here, so that it cannot be compared
-    "truncated",  # does not follow from what its sender says it follows
+    "doubtful",  # its signature does not fit what is held before it; asked for with the sender's own chain
 ]
 
 

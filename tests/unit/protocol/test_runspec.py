@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
+from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.spec_task import TaskSpec
-from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 
 # What no field of a kind may hold, whatever its rule: a field added without a rule fails here.
