@@ -41,9 +41,10 @@ def written(sums: Counter[Place]) -> bytes:
 
 
 class MemorySeedflow:
-    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar is drawn from peer and sequence."""
+    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar is drawn from peer, sequence and `salt`."""
 
-    def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0) -> None:
+    def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, salt: str = "") -> None:
+        self._salt = salt
         self._step_s, self._start_s = step_s, start_s
         self._sums: Counter[Place] = Counter()
         self._interrupted = asyncio.Event()
@@ -88,7 +89,7 @@ class MemorySeedflow:
                     await self._interrupted.wait()
                 break
             except TimeoutError:
-                text = f"{self._setup.peer_id} {first_sequence + len(scalars)} {first_step + len(scalars)}"
+                text = f"{self._salt} {self._setup.peer_id} {first_sequence + len(scalars)} {first_step + len(scalars)}"
                 drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
                 scalars.append(drawn % (2 * limit + 1) - limit)
             if not self._stepped:

@@ -152,6 +152,9 @@ def test_json_is_the_documented_schema() -> None:
                 "version": "0.1.0",
                 "started_at": NOW - 100,
                 "sketch": [3.0, 4.0],
+                "state_hash": "",
+                "messages": 0,
+                "accuracy": None,
             }
         ],
     }
