@@ -41,7 +41,7 @@ def written(sums: Counter[Place]) -> bytes:
 
 
 class MemorySeedflow:
-    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar is drawn from peer, sequence and `salt`."""
+    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`."""
 
     def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, salt: str = "") -> None:
         self._salt = salt

@@ -66,6 +66,7 @@ from peerloom.protocol.types import PeerId, RunId
 REPAIR_S = 30.0  # between two comparisons on a link
 WANT_S = 10.0  # an answer to a want that has not come by then is asked for again, perhaps elsewhere
 VOUCHERS = 2  # neighbours that must hold messages of an origin that this node never saw; all, with fewer neighbours
+MAX_FOLDS = 256  # chain values that one version vector may make this node work out, a millisecond each
 MAX_DOUBTS = 16  # segments of a link that do not check and may be a liar's rather than the sender's fault
 FRAME_SEGMENTS = 1024  # in one message: signatures and all, they fit
 TIMER = "repair"
@@ -102,6 +103,7 @@ class FloodMachine:
         self._asked: dict[PeerId, tuple[PeerId, float]] = {}  # by origin: whom, and until when
         self._latest = 0  # the step past the latest one taken
         self._limit = spec.scalar_limit()
+        self._folds = 0
         self._done: list[FloodEffect] = []
         self._timing = False
         self._now = 0.0
@@ -280,7 +282,7 @@ class FloodMachine:
                 self._do(Send(peer, Segments(segments[start : start + FRAME_SEGMENTS])))
 
     def _relink(self) -> None:
-        opened = partners(self._own, self._peers, self._seed, self._spec.neighbours)
+        opened = partners(self._own, self._peers - self._proofs.keys(), self._seed, self._spec.neighbours)
         if opened != self._opened:
             self._opened = opened
             self._do(Links(opened))
@@ -450,6 +452,7 @@ class FloodMachine:
             if origin not in told:
                 self._do(Send(link.peer, proof))
         asked: list[Want] = []
+        self._folds = MAX_FOLDS
         for head in versions.heads:
             link.knows(head.origin, head.next)
             if head.origin not in self._proofs and len(asked) < MAX_WANTS:
@@ -463,7 +466,11 @@ class FloodMachine:
         if head.next > held:
             return self._want(link, origin)
         history = self._sources[origin].history
-        if max(history.base, head.base) < head.next and history.chain_at(head.next) != head.chain:
+        if not max(history.base, head.base) < head.next:
+            return []
+        if not history.is_place(head.next):
+            self._folds -= 1
+        if self._folds >= 0 and history.chain_at(head.next) != head.chain:
             return [Want(origin, head.next - 1)]
         return []
 
@@ -524,6 +531,7 @@ class FloodMachine:
         for link in self._links.values():
             link.outbox = [segment for segment in link.outbox if segment.batch.origin != origin]
             self._do(Send(link.peer, proof))
+        self._relink()  # a liar's own links to this node may stay: over them it learns that it is out
 
     def _convict(self, proof: Proof) -> History | None:
         """Notes the proof, forgets the origin; returns what was held of it."""
