@@ -325,11 +325,10 @@ class FloodMachine:
         if taken:
             self._do(Apply(tuple(taken)))
         for origin in moved:
-            asked = self._asked.get(origin)
-            if asked is not None and asked[0] == link.peer and origin not in self._proofs:
+            if (asked := self._asked.get(origin)) is not None and asked[0] == link.peer:
                 del self._asked[origin]
-                if _next(link, origin) > self._held(origin):
-                    self._ask(link, origin)
+        if moved and link.peer in self._links:
+            self._pull(link)
 
     def _segment(self, link: Link, segment: Segment) -> Batch | None:
         """Judges one segment; returns what of it is new and taken."""
@@ -451,28 +450,38 @@ class FloodMachine:
         for origin, proof in self._proofs.items():
             if origin not in told:
                 self._do(Send(link.peer, proof))
-        asked: list[Want] = []
         self._folds = MAX_FOLDS
+        doubted: list[Want] = []
         for head in versions.heads:
             link.knows(head.origin, head.next)
-            if head.origin not in self._proofs and len(asked) < MAX_WANTS:
-                asked += self._lacking(link, head)
-        if asked:
-            self._do(Send(link.peer, Wants(tuple(asked))))
+            if head.origin in self._sources and len(doubted) < MAX_WANTS and self._differs(head):
+                doubted.append(Want(head.origin, head.next - 1))
+        if doubted:
+            self._do(Send(link.peer, Wants(tuple(doubted))))
+        self._pull(link)
 
-    def _lacking(self, link: Link, head: Head) -> list[Want]:
-        """What to ask for so as to be as far as the peer, or to find out why it holds something else."""
-        origin, held = head.origin, self._held(head.origin)
-        if head.next > held:
-            return self._want(link, origin)
-        history = self._sources[origin].history
-        if not max(history.base, head.base) < head.next:
-            return []
+    def _differs(self, head: Head) -> bool:
+        """Whether the peer holds another history, as far as both go: the segment that ends there is to prove it."""
+        history = self._sources[head.origin].history
+        if not max(history.base, head.base) < head.next <= history.next:
+            return False
         if not history.is_place(head.next):
             self._folds -= 1
-        if self._folds >= 0 and history.chain_at(head.next) != head.chain:
-            return [Want(origin, head.next - 1)]
-        return []
+        return self._folds >= 0 and history.chain_at(head.next) != head.chain
+
+    def _pull(self, link: Link) -> None:
+        """Asks for what the peer has told of and is not here, about a page of it; the rest when that has come."""
+        wants: list[Want] = []
+        room = MAX_PAGE
+        for origin, head in link.heads.items():
+            lacking = head.next - self._held(origin)
+            if lacking > 0 and origin not in self._proofs and (want := self._want(link, origin)):
+                wants += want
+                room -= lacking
+            if room <= 0 or len(wants) == MAX_WANTS:
+                break
+        if wants:
+            self._do(Send(link.peer, Wants(tuple(wants))))
 
     def _want(self, link: Link, origin: PeerId) -> list[Want]:
         asked, held = self._asked.get(origin), self._held(origin)

@@ -32,7 +32,7 @@ class SeedflowSpec(Table):
     trainable: str = text("", "regular expression of the names of parameters to train; empty: all", empty=True)
     eval_every_steps: int = number(100, 1, 10**9, "local steps between two evaluations")
     rate_limit: float = number(100.0, 0, 10**9, "messages a second that are taken of one origin", open_low=True)
-    rate_burst: int = number(2000, 1, 10**9, "and as many at once; at least flush_steps")
+    rate_burst: int = number(5000, 1, 10**9, "and as many at once; at least flush_steps")
     max_periods_ahead: int = number(2, 1, 10**6, "periods that a message may be past the latest one taken")
 
     def scalar_limit(self) -> int:

@@ -85,3 +85,21 @@ def test_a_liar_is_cut_off_by_all_and_all_end_without_it(seed: int, count: int) 
     for index in honest:
         assert fabric.members[index].machine.cut == {peer(liar)}
     assert {fabric.members[index].state.digest() for index in honest} == {fabric.central()}
+
+
+def test_a_newcomer_pulls_page_after_page_without_waiting_for_the_next_comparison() -> None:
+    fabric = Fabric(13, random.Random(5))
+    for index in range(11):
+        fabric.link(index, index + 1)
+    for _ in range(30):
+        for index in range(12):
+            fabric.steps(index, 40)
+        fabric.settle(rounds=1)
+    at = fabric.now
+    fabric.link(12, 4)
+    fabric.link(12, 7)
+    fabric.settle(rounds=1)
+    assert fabric.now == at
+    assert fabric.members[12].machine.total() == 12 * 30 * 40
+    assert fabric.members[12].state.digest() == fabric.central()
+    assert fabric.members[12].counts["flood_duplicates"] < 12 * 30 * 40 / 10
