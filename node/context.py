@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peerloom.node.facts import Facts
+from peerloom.node.identity import verify
 from peerloom.node.journal import Journal
 from peerloom.node.phases import Phases
 from peerloom.node.seams import Clock, Transport
 from peerloom.node.view import SwarmView
 from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import PeerId
+
+
+def _no_key(data: bytes) -> bytes:
+    raise NotImplementedError("this node was made without a key to sign with")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +54,6 @@ class Context:
     journal: Journal
     progress: Callable[[str, float], None]
     joinable: Callable[[], None] = lambda: None
+    sign: Callable[[bytes], bytes] = _no_key
+    verify: Callable[[PeerId, bytes, bytes], bool] = verify
     draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -217,6 +217,7 @@ async def _run_node(
             journal=Journal(run_dir / "metrics.jsonl", clock.wall),
             progress=_progress(facts, on_status),
             joinable=joinable,
+            sign=identity.sign,
         )
         node = Node(context, discovery, workers if role == "trainer" else None, jobs=(driver.run,))
         _tell_changes(facts, log_context, view, phases, on_status, on_started)

@@ -154,6 +154,9 @@ class _Record(_Model):
     via: Annotated[tuple[Annotated[str, AfterValidator(_relay)], ...], Field(max_length=limits.MAX_VIA)] = ()
     relays: bool = False
     libp2p: Annotated[tuple[Annotated[str, AfterValidator(_multiaddr)], ...], Field(max_length=limits.MAX_LIBP2P)] = ()
+    state_hash: _Hex = ""
+    messages: _Count = 0
+    accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 class _PeerBody(_Model):

@@ -43,6 +43,9 @@ class Facts:
     via: tuple[PeerId, ...] = ()
     relays: bool = False
     libp2p: tuple[str, ...] = ()
+    state_hash: str = ""  # SeedFlow's
+    messages: int = 0
+    accuracy: float | None = None
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
@@ -78,9 +81,13 @@ class Facts:
         self.round, self.sketch = finished.round, finished.sketch
         if finished.held_out_loss is not None:
             self.loss = finished.held_out_loss
-        smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
-        self.tokens_per_s += smooth * (rate - self.tokens_per_s)
+        self.rate(rate)
         self.changed()
+
+    def rate(self, tokens_per_s: float) -> None:
+        """Takes the newest speed into the smoothed one."""
+        smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
+        self.tokens_per_s += smooth * (tokens_per_s - self.tokens_per_s)
 
     def met(self, somebody: bool, why_not: str) -> None:
         """Takes whether the round had a partner."""
@@ -120,6 +127,9 @@ class Facts:
             via=self.via,
             relays=self.relays,
             libp2p=self.libp2p,
+            state_hash=self.state_hash,
+            messages=self.messages,
+            accuracy=self.accuracy,
         )
 
     def status(self) -> NodeStatus:

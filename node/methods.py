@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from peerloom.node.context import Context
-from peerloom.node.seams import MessageStream, WorkerPort
+from peerloom.node.seams import MessageStream
+from peerloom.node.seedflow_trainer import SeedflowTrainer
 from peerloom.node.trainer import Trainer
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.services import Service
@@ -47,4 +48,7 @@ class Life(Protocol):
         ...
 
 
-LIVES: dict[str, Callable[[Context, WorkerPort], Life]] = {"gasloc": Trainer}
+LIVES: dict[str, Callable[[Context, Any], Life]] = {  # the worker's port is the method's own
+    "gasloc": Trainer,
+    "seedflow": SeedflowTrainer,
+}

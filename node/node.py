@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
 from peerloom.node.place import Drained
-from peerloom.node.seams import Discovery, MessageStream, WorkerDied, WorkerPort
+from peerloom.node.seams import Discovery, MessageStream, WorkerDied
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage
@@ -38,7 +38,7 @@ class Node:
         self,
         context: Context,
         discovery: Discovery,
-        worker_factory: Callable[[], WorkerPort] | None,
+        worker_factory: Callable[[], Any] | None,
         jobs: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
     ) -> None:
         self._jobs = jobs

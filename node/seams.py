@@ -6,11 +6,12 @@ worker.port/memory_worker), and one conformance suite run on both. The rest of n
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.services import Service
@@ -290,4 +291,92 @@ class WorkerPort(Protocol):
 
     async def stop(self) -> None:
         """Ends the process and frees the shared memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedflowReady:
+    """The base model is built; its state counts no message yet, whatever was trained before.
+
+    `state_bytes_max`: what an exported state of this run can have at most; a larger one is a lie.
+    """
+
+    init_digest: str  # of the base model's parameters
+    layout_digest: str
+    numel: int
+    state_bytes_max: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsTaken:
+    """Local steps are done, fewer than asked for when interrupted; each scalar is part of the state already."""
+
+    scalars: tuple[int, ...]
+    tokens: int  # of these steps
+    seconds: float
+    train_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out figures of the state as it is; accuracy is None where the task has none."""
+
+    loss: float
+    accuracy: float | None
+
+
+class SeedflowPort(Protocol):
+    """The training process of SeedFlow, from the daemon's side. All calls raise WorkerDied when it dies.
+
+    Its state is a sum of messages, in integers, over the base model: each is added once and may be taken out again.
+    Calls are made one after the other, save interrupt() and kill().
+    """
+
+    async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
+        """Builds the base model and the data; `progress(what, share)` while it does, and FIRST_STEP later, once."""
+        ...
+
+    async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:
+        """Takes local steps in a row, each one's own message being applied at once."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Ends the local steps under way after the current one."""
+        ...
+
+    async def apply(self, batches: Sequence[Batch]) -> None:
+        """Adds messages, of any period and in any order."""
+        ...
+
+    async def retract(self, batches: Sequence[Batch]) -> None:
+        """Takes messages out again that were added before."""
+        ...
+
+    async def state_hash(self, without: Sequence[Batch] = ()) -> bytes:
+        """32 bytes over all sums, as they would be without these messages."""
+        ...
+
+    async def export_state(self) -> bytes:
+        """All sums, for adopt_state() of another node; equal states give equal bytes."""
+        ...
+
+    async def adopt_state(self, state: bytes) -> None:
+        """Takes sums in place of all there are, none for b""; raises MalformedMessage for bytes that are no state."""
+        ...
+
+    async def evaluate(self) -> Evaluation:
+        """Held-out loss and accuracy."""
+        ...
+
+    async def save(self, step: int) -> Path:
+        """Writes a checkpoint of the parameters; raises StorageError when the disk refuses."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the process by force; the call under way and later ones raise WorkerDied."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the process."""
         ...

@@ -12,7 +12,8 @@ time; loss is held-out, in nats a token; null where nothing is known yet.
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
-                "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool}]}
+                "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool,
+                "state_hash": str, "messages": int, "accuracy": float | null}]}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
 committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
@@ -23,7 +24,7 @@ such object a line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,9 @@ class NodeRow:
     reach: str
     via: tuple[PeerId, ...]
     relays: bool
+    state_hash: str
+    messages: int
+    accuracy: float | None
 
     @property
     def trains(self) -> bool:
@@ -159,6 +163,9 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         reach=record.reach,
         via=record.via,
         relays=record.relays,
+        state_hash=record.state_hash,
+        messages=record.messages,
+        accuracy=record.accuracy,
     )
 
 
@@ -210,7 +217,7 @@ def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
 
     head = Text.assemble((spec.name, "bold"), f"  run {run_id}  {spec.method}\n", summary(totals_of(rows)))
     notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
-    return Group(head, Text(), _table(rows), *notes)
+    return Group(head, Text(), _table(rows, _FLOODING if spec.method == "seedflow" else _GOSSIPING), *notes)
 
 
 def summary(totals: Totals) -> str:
@@ -235,32 +242,51 @@ def short(amount: float) -> str:
     return f"{amount:.0f}P"
 
 
-def _table(rows: list[NodeRow]) -> Table:
+def _table(rows: list[NodeRow], columns: dict[str, Callable[[NodeRow], str]]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("peer", no_wrap=True, max_width=18, overflow="ellipsis")
     table.add_column("state", no_wrap=True, min_width=11)
-    for heading in ("round", "loss", "tok/s", "up", "down", "partners", "age"):
+    for heading in columns:
         table.add_column(heading, no_wrap=True, justify="right")
     for row in rows:
-        table.add_row(*_cells(row), style="red" if row.silent_s is not None else None)
+        state = row.state if row.silent_s is None else f"silent {row.silent_s:.0f} s"
+        cells = [_label(row), state, *(cell(row) for cell in columns.values())]
+        table.add_row(*cells, style="red" if row.silent_s is not None else None)
     return table
 
 
-def _cells(row: NodeRow) -> list[str]:
-    trainer = row.role == "trainer"
-    return [
-        _label(row),
-        row.state if row.silent_s is None else f"silent {row.silent_s:.0f} s",
-        str(row.round) if trainer else "",
-        f"{row.loss:.3f}" if row.loss is not None else "",
-        short(row.tokens_per_s) if trainer else "",
-        short(row.up_bytes),
-        short(row.down_bytes),
-        str(len(row.partners)) if trainer else "",
-        f"{row.heartbeat_age_s:.0f} s",
-    ]
+def _of_trainers(cell: Callable[[NodeRow], str]) -> Callable[[NodeRow], str]:
+    return lambda row: cell(row) if row.role == "trainer" else ""
+
+
+def _loss(row: NodeRow) -> str:
+    return f"{row.loss:.3f}" if row.loss is not None else ""
+
+
+_TRAFFIC: dict[str, Callable[[NodeRow], str]] = {
+    "up": lambda row: short(row.up_bytes),
+    "down": lambda row: short(row.down_bytes),
+}
+_AGE: dict[str, Callable[[NodeRow], str]] = {"age": lambda row: f"{row.heartbeat_age_s:.0f} s"}
+_GOSSIPING: dict[str, Callable[[NodeRow], str]] = {
+    "round": _of_trainers(lambda row: str(row.round)),
+    "loss": _loss,
+    "tok/s": _of_trainers(lambda row: short(row.tokens_per_s)),
+    **_TRAFFIC,
+    "partners": _of_trainers(lambda row: str(len(row.partners))),
+    **_AGE,
+}
+_FLOODING: dict[str, Callable[[NodeRow], str]] = {
+    "step": _of_trainers(lambda row: str(row.step)),
+    "loss": _loss,
+    "acc": lambda row: f"{row.accuracy:.1%}" if row.accuracy is not None else "",
+    "msgs": _of_trainers(lambda row: str(row.messages)),
+    "hash": lambda row: row.state_hash[:8],
+    **_TRAFFIC,
+    **_AGE,
+}
 
 
 def _label(row: NodeRow) -> str:

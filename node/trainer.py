@@ -14,7 +14,7 @@ from peerloom.node.place import Held, Place, unless_draining
 from peerloom.node.rounds import Rounds
 from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.protocol import events
-from peerloom.protocol.errors import LinkError
+from peerloom.protocol.errors import LinkError, RunMismatch
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
 from peerloom.protocol.services import EXCHANGE, Service
@@ -54,6 +54,8 @@ class Trainer:
         """Serves this node's theta; raises LinkError while there is none."""
         if self._donor is None:
             raise LinkError("this node holds no model yet")
+        if request.kind != "theta":
+            raise RunMismatch(f"this node serves its parameters and no state of kind {request.kind!r}")
         async for message in self._donor.serve(request, self._facts.round):
             yield message
         self._facts.count("state_served")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apeerloom/proto/state.proto\x12\x0bpeerloom.v1\"^\n\x0c\x46\x65tchRequest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x10\n\x08snapshot\x18\x02 \x01(\t\x12\x13\n\x0bstart_piece\x18\x03 \x01(\x03\x12\x17\n\x0fmax_piece_bytes\x18\x04 \x01(\x03\"t\n\rStateEnvelope\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.peerloom.v1.StateManifestH\x00\x12(\n\x05piece\x18\x02 \x01(\x0b\x32\x17.peerloom.v1.StatePieceH\x00\x42\t\n\x07message\"\xbd\x01\n\rStateManifest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x03\x12\x15\n\rpiece_digests\x18\x07 \x01(\x0c\x12\x1a\n\rheld_out_loss\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_held_out_loss\")\n\nStatePiece\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32I\n\x05State\x12@\n\x05\x46\x65tch\x12\x19.peerloom.v1.FetchRequest\x1a\x1a.peerloom.v1.StateEnvelope0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apeerloom/proto/state.proto\x12\x0bpeerloom.v1\"l\n\x0c\x46\x65tchRequest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x10\n\x08snapshot\x18\x02 \x01(\t\x12\x13\n\x0bstart_piece\x18\x03 \x01(\x03\x12\x17\n\x0fmax_piece_bytes\x18\x04 \x01(\x03\x12\x0c\n\x04kind\x18\x05 \x01(\t\"t\n\rStateEnvelope\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.peerloom.v1.StateManifestH\x00\x12(\n\x05piece\x18\x02 \x01(\x0b\x32\x17.peerloom.v1.StatePieceH\x00\x42\t\n\x07message\"\xbd\x01\n\rStateManifest\x12\x10\n\x08snapshot\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x03\x12\x15\n\rpiece_digests\x18\x07 \x01(\x0c\x12\x1a\n\rheld_out_loss\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_held_out_loss\")\n\nStatePiece\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32I\n\x05State\x12@\n\x05\x46\x65tch\x12\x19.peerloom.v1.FetchRequest\x1a\x1a.peerloom.v1.StateEnvelope0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'peerloom.proto.state_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FETCHREQUEST']._serialized_start=43
-  _globals['_FETCHREQUEST']._serialized_end=137
-  _globals['_STATEENVELOPE']._serialized_start=139
-  _globals['_STATEENVELOPE']._serialized_end=255
-  _globals['_STATEMANIFEST']._serialized_start=258
-  _globals['_STATEMANIFEST']._serialized_end=447
-  _globals['_STATEPIECE']._serialized_start=449
-  _globals['_STATEPIECE']._serialized_end=490
-  _globals['_STATE']._serialized_start=492
-  _globals['_STATE']._serialized_end=565
+  _globals['_FETCHREQUEST']._serialized_end=151
+  _globals['_STATEENVELOPE']._serialized_start=153
+  _globals['_STATEENVELOPE']._serialized_end=269
+  _globals['_STATEMANIFEST']._serialized_start=272
+  _globals['_STATEMANIFEST']._serialized_end=461
+  _globals['_STATEPIECE']._serialized_start=463
+  _globals['_STATEPIECE']._serialized_end=504
+  _globals['_STATE']._serialized_start=506
+  _globals['_STATE']._serialized_end=579
 # @@protoc_insertion_point(module_scope)

@@ -5,16 +5,18 @@ from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Opti
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FetchRequest(_message.Message):
-    __slots__ = ("layout", "snapshot", "start_piece", "max_piece_bytes")
+    __slots__ = ("layout", "snapshot", "start_piece", "max_piece_bytes", "kind")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     START_PIECE_FIELD_NUMBER: _ClassVar[int]
     MAX_PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     layout: str
     snapshot: str
     start_piece: int
     max_piece_bytes: int
-    def __init__(self, layout: _Optional[str] = ..., snapshot: _Optional[str] = ..., start_piece: _Optional[int] = ..., max_piece_bytes: _Optional[int] = ...) -> None: ...
+    kind: str
+    def __init__(self, layout: _Optional[str] = ..., snapshot: _Optional[str] = ..., start_piece: _Optional[int] = ..., max_piece_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class StateEnvelope(_message.Message):
     __slots__ = ("manifest", "piece")

@@ -29,6 +29,7 @@ from peerloom.protocol.messages import (
     Hold,
     Offer,
     PayloadEnd,
+    StateKind,
     StateManifest,
     StateMessage,
     StatePiece,
@@ -124,6 +125,7 @@ def encode_fetch_request(request: FetchRequest) -> bytes:
             snapshot=request.snapshot,
             start_piece=request.start_piece,
             max_piece_bytes=request.max_piece_bytes,
+            kind="" if request.kind == "theta" else request.kind,
         )
     )
 
@@ -136,6 +138,7 @@ def decode_fetch_request(data: bytes) -> FetchRequest:
         checks.text("snapshot", request.snapshot, limits.MAX_SNAPSHOT_CHARS),
         checks.whole("start piece", request.start_piece, limits.MAX_PIECES),
         checks.whole("largest piece", request.max_piece_bytes, limits.CHUNK_BYTES),
+        cast(StateKind, checks.one_of("kind of state", request.kind or "theta", StateKind)),
     )
 
 
@@ -426,6 +429,7 @@ def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
     fields = {name: getattr(record, name) for name in PeerRecord.__slots__}
     fields["reason"] = checks.shown(record.reason)
     fields["loss"] = _finite_or_none(record.loss)
+    fields["accuracy"] = _finite_or_none(record.accuracy)
     fields["sketch"] = checks.fit_sketch(record.sketch)
     return common_pb2.PeerRecord(**fields)
 
@@ -463,6 +467,9 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         via=tuple(PeerId(checks.peer_id("relay", peer)) for peer in record.via),
         relays=record.relays,
         libp2p=tuple(checks.multiaddr(address) for address in record.libp2p),
+        state_hash=checks.hex_text("state hash", record.state_hash, limits.MAX_DIGEST_CHARS),
+        messages=checks.whole("messages", record.messages),
+        accuracy=_optional_finite("accuracy", record, "accuracy"),
     )
 
 

@@ -50,6 +50,15 @@ MAX_SKETCH = 64  # numbers of a sketch: distances right within 9 %
 MAX_SKETCH_VALUE = 1e30  # of a sketch's numbers, whose squares are still finite
 MAX_WALL_S = 4_102_444_800.0  # Unix seconds, the year 2100: a time past it is not a time
 
+CHAIN_BYTES = 16  # of an origin's hash chain in SeedFlow
+MAX_FRAME_BYTES = 512 << 10  # bytes of one message of Flood.Push: a page of messages, or the heads of all origins
+MAX_SEGMENT = 1024  # messages under one signature: what a proof of a lie has to hold
+MAX_PAGE = 4096  # messages in one answer to a want, or in one push
+MAX_WANTS = 256  # origins asked for at once
+MAX_FLOOD_ORIGINS = 4096  # origins known to a node, or named on a stream; as many as a spec's sums have room for
+MAX_FLOOD_CUT = 4096  # proofs kept
+MAX_FLOOD_STEP = 10**9  # steps of a node in a run
+
 MAX_STREAMS_PER_PEER = 4  # an exchange each way, a fetch, and one that is just ending
 MAX_STREAMS = 64  # streams served at once; each may hold a few chunks in flight
 MAX_SESSIONS = 4096  # proven clients remembered; the least recently used goes first and proves itself again

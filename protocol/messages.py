@@ -105,23 +105,30 @@ class StreamEnd:
 ExchangeMessage = Offer | Hold | Accept | Decline | Chunk | PayloadEnd | Commit | Ack | Withdraw
 
 
+StateKind = Literal[
+    "theta",  # parameters in fp32
+    "flood",  # SeedFlow's: a snapshot's marks, then the worker's sums
+]
+
+
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
     """Asks for the donor's state from piece `start_piece` on.
 
     `snapshot` names the snapshot of a broken fetch, to go on with it if the donor still keeps it ("" otherwise).
-    `max_piece_bytes` asks for pieces no larger; 0: any size.
+    `max_piece_bytes` asks for pieces no larger; 0: any size. `kind` says which state.
     """
 
     layout: str
     snapshot: str = ""
     start_piece: int = 0
     max_piece_bytes: int = 0
+    kind: StateKind = "theta"
 
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
-    """First answer to a fetch: what will come. `piece_digests` are BLAKE3 over each `piece_bytes` of theta in fp32."""
+    """First answer to a fetch: what will come. `piece_digests` are BLAKE3 over each `piece_bytes` of the state."""
 
     snapshot: str
     round: int

@@ -15,7 +15,9 @@ from peerloom.protocol import spec_toml
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.spec_rules import Fault, choice, faults, number, text
+from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.spec_table import Table
+from peerloom.protocol.spec_task import TaskSpec
 from peerloom.protocol.types import RunId
 
 MAX_PARAMETERS = 10**11  # 400 GB of fp32: above it a size is a slip of the keyboard
@@ -119,12 +121,14 @@ class RunSpec(Table):
 
     name: str = text("stdlib-llama", "of the run, for people", slug=True)
     seed: int = number(1, 0, 2**63 - 1, "of theta_0, data order and pairing")
-    method: Literal["gasloc"] = choice("gasloc", "how nodes train together")
+    method: Literal["gasloc", "seedflow"] = choice("gasloc", "how nodes train together")
     token_budget: int = number(0, 0, 2**63 - 1, "tokens of the whole swarm after which the run is done; 0: none")
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
+    task: TaskSpec = field(default_factory=TaskSpec)
     gasloc: GaslocSpec = field(default_factory=GaslocSpec)
+    seedflow: SeedflowSpec = field(default_factory=SeedflowSpec)
 
     def cross(self) -> Iterator[Fault]:
         built, vocab = not self.model.path, self.model.vocab_size
@@ -132,6 +136,10 @@ class RunSpec(Table):
             yield Fault(
                 ("model.vocab_size", "data.tokenizer", "model.path"),
                 f'{vocab}: must be at least {BYTE_TOKENS} with data.tokenizer = "bytes"',
+            )
+        if self.task.kind == "classification" and self.method != "seedflow":
+            yield Fault(
+                ("task.kind", "method"), f'"classification": must be "text" with method = "{self.method}"'
             )
         if self.train.batch_size * self.data.sequence_length > MAX_BATCH_TOKENS:
             yield Fault(

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from peerloom.protocol import codec
+from peerloom.protocol import codec, codec_flood
+from peerloom.protocol.codec_flood import FloodFrame
 from peerloom.protocol.messages import ExchangeMessage, StreamEnd
 
 M = TypeVar("M")
@@ -32,4 +33,5 @@ class Service(Generic[M]):
 EXCHANGE: Service[ExchangeMessage] = Service(
     "/peerloom.v1.Gossip/Exchange", codec.encode_exchange, codec.decode_exchange
 )
-SERVICES: tuple[Service[Any], ...] = (EXCHANGE,)
+FLOOD: Service[FloodFrame] = Service("/peerloom.v1.Flood/Push", codec_flood.encode_frame, codec_flood.decode_frame)
+SERVICES: tuple[Service[Any], ...] = (EXCHANGE, FLOOD)

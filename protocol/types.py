@@ -59,6 +59,9 @@ class PeerRecord:
     via: tuple[PeerId, ...] = ()
     relays: bool = False
     libp2p: tuple[str, ...] = ()
+    state_hash: str = ""  # SeedFlow: hex, of all sums, as of `messages`
+    messages: int = 0  # SeedFlow: how many the state counts, the sum of the version vector
+    accuracy: float | None = None  # held-out, of a classification task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

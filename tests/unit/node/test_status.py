@@ -156,6 +156,9 @@ def test_json_is_the_documented_schema() -> None:
                 "reach": "via",
                 "via": ["r"],
                 "relays": False,
+                "state_hash": "",
+                "messages": 0,
+                "accuracy": None,
             }
         ],
     }

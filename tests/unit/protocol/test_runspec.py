@@ -13,6 +13,8 @@ from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
+from peerloom.protocol.spec_seedflow import SeedflowSpec
+from peerloom.protocol.spec_task import TaskSpec
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 
 # What no field of a kind may hold, whatever its rule: a field added without a rule fails here.
@@ -233,7 +235,9 @@ TIED: dict[type, tuple[str, ...]] = {
         *("alpha", "gamma", "momentum", "pairing", "clip_radius"),
         *("weights", "group_size", "fragments", "local_steps", "round_s", "overlap"),
     ),
-    RunSpec: ("model", "data", "train"),
+    TaskSpec: ("template", "labels", "label_words"),
+    SeedflowSpec: ("max_steps", "scalar_bound", "fraction_bits", "period", "rate_burst", "flush_steps", "trainable"),
+    RunSpec: ("model", "data", "train", "task"),
 }
 
 

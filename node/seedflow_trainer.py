@@ -1,0 +1,405 @@
+"""One life of a SeedFlow node: resume or join, then step, flush, apply what others flooded, evaluate, save.
+
+The machine is ahead of the worker: what it takes waits in `driver.changes` until the steps under way are done. Where a
+state must stand for a version vector, as for a hash or a late joiner, all changes are applied first; the two then agree
+until the next await on anything but the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from peerloom.node.context import Context
+from peerloom.node.donor import Donor, manifest_of
+from peerloom.node.flood_driver import FloodDriver
+from peerloom.node.flood_join import pack
+from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
+from peerloom.node.flood_log import FloodLog
+from peerloom.node.logs import short
+from peerloom.node.place import Drained
+from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken, WorkerSetup
+from peerloom.protocol.errors import IdentityInUse, LinkError, NoDonor, RunMismatch, StorageError
+from peerloom.protocol.flood import REPAIR_S, FloodMachine
+from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract
+from peerloom.protocol.lifecycle import budget_spent
+from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
+from peerloom.protocol.services import FLOOD, Service
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+LOOK_S = 1.0  # between two looks at the swarm while there is nothing to do
+SETTLE_S = 30.0  # how long a node that sees others waits for one to tell how much it has of this node's own messages
+QUIET_S = 2 * REPAIR_S  # a node that has taken all its steps stays until nothing has come for so long
+HASH_EVERY_S = 5.0
+FLUSH_S = 2.0  # of the 10 s that a stop may take
+RESYNC_RETRY_S = 10.0
+
+
+class SeedflowTrainer:
+    """Drives one worker from its start to its end; raises WorkerDied, Drained, or what makes going on impossible."""
+
+    def __init__(self, context: Context, worker: SeedflowPort) -> None:
+        self._context, self._worker = context, worker
+        self._facts, self._clock, self._spec = context.facts, context.clock, context.spec.seedflow
+        self._driver: FloodDriver | None = None
+        self._donor: Donor | None = None
+        self._joiner: FloodJoiner | None = None
+        self._machine: FloodMachine
+        self._log: FloodLog
+        self._snapshots: list[asyncio.Future[tuple[StateManifest, bytes]]] = []
+        self._saved_at = self._hashed_at = context.clock.monotonic()
+        self._evaluated = -1
+        self.rounds = 0  # flushes in this life
+
+    # what a node asks for
+
+    async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
+        """Runs a link that a peer opened; raises LinkError while this node does not flood, and for other services."""
+        if service.path != FLOOD.path:
+            raise LinkError(f"this run's nodes do not serve {service.name}")
+        record = self._context.view.record_of(stream.peer)
+        if record is not None and record.init_digest not in ("", self._facts.init_digest):
+            self._facts.count("flood_refused_base")
+            raise LinkError("the two nodes' base models differ: their digests are not the same")
+        if self._driver is None:
+            raise LinkError("this node does not flood yet")
+        await self._driver.serve(stream)  # type: ignore[arg-type]  # M is what FLOOD carries
+
+    async def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        """Serves this node's sums; raises LinkError while there are none."""
+        if self._donor is None:
+            raise LinkError("this node holds no state yet")
+        if request.kind != "flood":
+            raise RunMismatch(f"this node serves its sums and no state of kind {request.kind!r}")
+        async for message in self._donor.serve(request, self._machine.total()):
+            yield message
+        self._facts.count("state_served")
+
+    async def interrupt(self) -> None:
+        """Cuts the steps under way short."""
+        if self._driver is not None:
+            self._driver.changed.set()
+            await self._worker.interrupt()
+
+    def kill(self) -> None:
+        """Ends the worker by force: run() raises WorkerDied."""
+        self._worker.kill()
+
+    def peers_changed(self) -> None:
+        """The view of the swarm is another one."""
+        if self._driver is not None:
+            peers = tuple(sorted(record.peer_id for record in swarm_peers(self._context)))
+            self._driver.feed(PeersSeen(peers))
+
+    async def run(self) -> None:
+        """The whole life: returns when drained, or when the run is done, with a checkpoint written."""
+        opened: FloodLog | None = None
+        try:
+            ready = await self._unless_draining(self._worker.start(self._setup(), self._progress))
+            self._context.phases.mark("worker")
+            self._note_ready(ready)
+            settings, run_id = self._context.settings, self._context.spec.run_id
+            opened = self._log = FloodLog(settings.run_dir, run_id, self._facts.peer_id)
+            await self._unless_draining(self._resume(ready))
+            self._context.phases.mark("place in the swarm")
+            await self._flood()
+        finally:
+            driver, self._driver, self._donor = self._driver, None, None
+            for future in self._snapshots:
+                future.cancel()
+            if driver is not None:
+                await driver.close()
+            if opened is not None:
+                opened.close()
+            await self._worker.stop()
+
+    # beginnings
+
+    def _setup(self) -> WorkerSetup:
+        settings = self._context.settings
+        return WorkerSetup(
+            spec=self._context.spec,
+            peer_id=self._facts.peer_id,
+            run_dir=settings.run_dir,
+            cache_dir=settings.cache_dir,
+            data_source=settings.data_source,
+            keep_checkpoints=settings.keep_checkpoints,
+            device=settings.device,
+            threads=settings.threads,
+        )
+
+    def _progress(self, what: str, share: float) -> None:
+        if what == FIRST_STEP:
+            self._context.phases.mark(FIRST_STEP)
+            self._context.journal.write("first_step")
+        else:
+            self._context.progress(what, share)
+
+    def _note_ready(self, ready: SeedflowReady) -> None:
+        if ready.note:
+            log.warning("%s", ready.note)
+        self._facts.init_digest, self._facts.layout_digest = ready.init_digest, ready.layout_digest
+        self._facts.changed()
+
+    async def _resume(self, ready: SeedflowReady) -> None:
+        """From the log, or with no log from a peer's state; then waits to hear what others have of this node."""
+        context, facts = self._context, self._facts
+        machine = self._machine = FloodMachine(
+            facts.peer_id,
+            self._spec,
+            context.spec.run_id,
+            context.spec.seed,
+            sign=context.sign,
+            verify=context.verify,
+        )
+        self._joiner = FloodJoiner(context, self._worker, machine, self._log, ready)
+        if self._log.note:
+            log.warning("%s", self._log.note)
+        restored = machine.restore(self._log.items)
+        if self._log.state is not None:
+            await self._worker.adopt_state(self._log.state)
+        await self._worker.apply(restored.apply)
+        await self._worker.retract(restored.retract)
+        if context.settings.expect_peers:
+            await context.view.wait_for_anybody(context.settings.first_view_s)
+        self._joiner.check_base()
+        if restored.resync or not self._log.items:
+            if not await self._joiner.join(needed=restored.resync) and restored.resync:
+                raise NoDonor(
+                    "the state kept here counts messages of a peer that lied, and no peer could hand over another; "
+                    "join again when a trainer is up"
+                )
+        elif machine.total():
+            log.info("resumed from the log: %d messages, own steps up to %d", machine.total(), machine.next_step)
+        self._log.items.clear()
+        facts.tokens = machine.next_sequence * context.spec.train.batch_size * context.spec.data.sequence_length
+        self._donor = Donor(self._clock, facts.layout_digest, self._take_snapshot)
+        self._driver = FloodDriver(
+            machine,
+            facts.peer_id,
+            context.transport,
+            self._clock,
+            self._log,
+            records=context.view.record_of,
+            count=facts.count,
+            score=context.view.score,
+        )
+        facts.step = machine.next_step
+        facts.enter("training")  # or nobody links with it
+        self.peers_changed()
+        await self._settle(self._driver)
+
+    async def _settle(self, driver: FloodDriver) -> None:
+        """A node that lost its log must learn from others what it signed before it signs anything."""
+        give_up_at = self._clock.monotonic() + SETTLE_S
+        while not self._machine.settled() and self._clock.monotonic() < give_up_at:
+            if not swarm_peers(self._context):
+                return
+            await self._wait(driver, LOOK_S / 4)
+            await self._sync(driver)
+        self._facts.step = self._machine.next_step
+
+    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
+        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
+        try:
+            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Drained
+        finally:
+            working.cancel()
+            draining.cancel()
+            await asyncio.gather(working, draining, return_exceptions=True)
+
+    # steps
+
+    async def _flood(self) -> None:
+        driver, context = self._driver, self._context
+        assert driver is not None  # ours: set by _resume
+        await self._evaluate(driver)
+        while not context.draining.is_set() and not self._done():
+            await self._sync(driver)
+            await self._steps(driver)
+        if not context.draining.is_set():
+            await self._stay(driver)
+        await self._sync(driver)
+        await driver.flush(FLUSH_S)
+        await self._hash()
+        if not context.draining.is_set():
+            await self._evaluate(driver)
+            self._facts.enter("done", "the run's steps are done")
+        await self._save()
+
+    def _done(self) -> bool:
+        context, most = self._context, self._context.settings.max_rounds
+        spent = budget_spent(context.view.tokens().values(), self._facts.tokens, context.spec.token_budget)
+        return self._machine.next_step >= self._spec.max_steps or spent or (most is not None and self.rounds >= most)
+
+    async def _steps(self, driver: FloodDriver) -> None:
+        facts, machine = self._facts, self._machine
+        step, sequence, began = machine.next_step, machine.next_sequence, self._clock.monotonic()
+        count = min(self._spec.flush_steps, self._spec.max_steps - step)
+        facts.enter("training")
+        taken = await self._worker.steps(count, step, sequence)
+        if taken.scalars:
+            await driver.own_steps(step, taken.scalars)
+        self.rounds += 1
+        self._note_steps(taken, step, sequence, max(self._clock.monotonic() - began, 1e-9))
+        if self._machine.next_step // self._spec.eval_every_steps != self._evaluated:
+            await self._evaluate(driver)
+        if self._clock.monotonic() - self._hashed_at >= HASH_EVERY_S:
+            await self._sync(driver)
+            await self._hash()
+        if self._clock.monotonic() - self._saved_at >= self._context.settings.checkpoint_every_s:
+            await self._save()
+
+    def _note_steps(self, taken: StepsTaken, step: int, sequence: int, seconds: float) -> None:
+        facts = self._facts
+        facts.step = self._machine.next_step
+        facts.tokens += taken.tokens
+        facts.rate(taken.tokens / seconds)
+        facts.count("train_seconds", taken.seconds)
+        facts.count("steps", len(taken.scalars))
+        self._context.journal.write(
+            "flush",
+            step=step,
+            sequence=sequence,
+            steps=len(taken.scalars),
+            tokens=facts.tokens,
+            train_loss=taken.train_loss,
+            messages=self._machine.total(),
+            behind=self._machine.behind(),
+            train_s=round(taken.seconds, 3),
+        )
+        facts.changed()
+
+    async def _evaluate(self, driver: FloodDriver) -> None:
+        await self._sync(driver)
+        self._evaluated = self._machine.next_step // self._spec.eval_every_steps
+        found, total = await self._worker.evaluate(), self._machine.total()
+        self._facts.loss, self._facts.accuracy = found.loss, found.accuracy
+        self._context.journal.write(
+            "evaluated", step=self._facts.step, messages=total, loss=found.loss, accuracy=found.accuracy
+        )
+        await self._hash()
+
+    async def _stay(self, driver: FloodDriver) -> None:
+        """Its own steps are taken: goes on relaying and applying until the others are done too, and all is quiet."""
+        self._facts.enter("training", "its steps are taken; it passes on what others send until they are done")
+        quiet_since, total = self._clock.monotonic(), self._machine.total()
+        while not self._context.draining.is_set():
+            await self._sync(driver)
+            now = self._clock.monotonic()
+            if self._machine.total() != total:
+                quiet_since, total = now, self._machine.total()
+            if now - self._hashed_at >= HASH_EVERY_S:
+                await self._hash()
+            others = swarm_peers(self._context)
+            busy = any(record.state == "training" and record.step < self._spec.max_steps for record in others)
+            if now - quiet_since >= (QUIET_S if others else 0.0) and not busy and not self._machine.behind():
+                return
+            await self._wait(driver, LOOK_S)
+
+    # agreement of worker and machine
+
+    async def _sync(self, driver: FloodDriver) -> None:
+        """Applies all changes, then answers what was asked meanwhile."""
+        while True:
+            self._check_exile(driver)
+            if driver.changes:
+                await self._change(driver)
+            elif driver.questions:
+                await self._answer(driver)
+            elif self._snapshots:
+                await self._give_snapshot()
+            else:
+                return
+
+    async def _change(self, driver: FloodDriver) -> None:
+        change = driver.changes.popleft()
+        match change:
+            case Apply(batches):
+                while driver.changes and isinstance(driver.changes[0], Apply):
+                    batches += driver.changes.popleft().batches  # type: ignore[union-attr]
+                await self._worker.apply(batches)
+            case Retract(batches):
+                await self._worker.retract(batches)
+            case Resync(origin):
+                await self._resync(driver, origin)
+
+    async def _resync(self, driver: FloodDriver, origin: str) -> None:
+        assert self._joiner is not None  # ours: set by _resume
+        self._facts.enter("fetching", f"its state counts messages of {short(origin)}, which lied; fetching another")
+        while not await self._joiner.join(needed=True, dropped=driver.changes.clear):
+            self._check_exile(driver)
+            await self._unless_draining(asyncio.sleep(RESYNC_RETRY_S))
+
+    async def _answer(self, driver: FloodDriver) -> None:
+        peer, query = driver.questions.popitem()
+        beyond = self._machine.beyond(query.heads)
+        digest = b"" if beyond is None else await self._worker.state_hash(beyond)
+        driver.answer(peer, query.number, digest)
+
+    async def _take_snapshot(self) -> tuple[StateManifest, bytes]:
+        if self._driver is None:
+            raise LinkError("this node holds no state now")
+        future: asyncio.Future[tuple[StateManifest, bytes]] = asyncio.get_running_loop().create_future()
+        self._snapshots.append(future)
+        self._driver.changed.set()
+        return await future
+
+    async def _give_snapshot(self) -> None:
+        asked, self._snapshots = self._snapshots, []
+        snapshot, total, step = self._machine.snapshot(), self._machine.total(), self._machine.next_step
+        data = pack(snapshot, await self._worker.export_state())
+        manifest = manifest_of(data, round=total, step=step, layout=self._facts.layout_digest, held_out_loss=None)
+        for future in asked:
+            if not future.done():
+                future.set_result((manifest, data))
+
+    async def _hash(self) -> None:
+        """Notes the hash of the state as it is; called where worker and machine agree."""
+        self._hashed_at = self._clock.monotonic()
+        total = self._machine.total()
+        self._facts.state_hash, self._facts.messages = (await self._worker.state_hash()).hex(), total
+        self._facts.counters["flood_behind"] = float(self._machine.behind())
+        self._facts.counters["flood_origins_cut"] = float(len(self._machine.cut))
+
+    def _check_exile(self, driver: FloodDriver) -> None:
+        if driver.exiled:
+            raise IdentityInUse(
+                "this node's identity was cut off by the swarm: its key signed two different histories, as when two "
+                "nodes run with it or its run folder was lost; start with a new identity (--home)"
+            )
+
+    async def _wait(self, driver: FloodDriver, seconds: float) -> None:
+        """Until something changes, or so long."""
+        driver.changed.clear()
+        if driver.changes or driver.questions or self._snapshots or self._context.draining.is_set():
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await driver.changed.wait()
+        except TimeoutError:
+            self.peers_changed()
+
+    async def _save(self) -> None:
+        facts = self._facts
+        try:
+            self._log.sync()
+            where = await self._worker.save(facts.step)
+            log.info("checkpoint written: %s", where)
+            facts.count("checkpoints_written")
+        except StorageError as error:
+            facts.count("checkpoints_failed")
+            facts.warning = f"no checkpoint since step {facts.step}: {error}"
+            log.error("no checkpoint written, training goes on: %s", error)
+        else:
+            facts.warning = ""
+        self._saved_at = self._clock.monotonic()

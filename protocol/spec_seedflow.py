@@ -1,0 +1,72 @@
+"""The RunSpec's table of SeedFlow: the estimator, the fixed point of scalars, and the limits of flooding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peerloom.protocol.limits import MAX_FLOOD_ORIGINS
+from peerloom.protocol.spec_rules import Fault, number, text
+from peerloom.protocol.spec_table import Table
+
+MAX_PERIODS = 4096  # subspaces that a run may open, an accumulator a matrix each
+MAX_SCALAR = 2**31 - 1  # what a message's scalar may be on the wire
+MAX_SUM = 2**63 - 1  # what an accumulator holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedflowSpec(Table):
+    """SeedFlow (SeedFlood with SubCGE): a scalar a local step, flooded to all."""
+
+    rank: int = number(32, 1, 1024, "r: columns of a matrix's shared factors U and V")
+    period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")
+    eps: float = number(1e-3, 0, 10, "the two points are theta + eps z and theta - eps z", open_low=True)
+    learning_rate: float = number(1e-4, 0, 10, "constant", open_low=True)
+    clients: int = number(16, 1, 2**16, "a message weighs learning_rate / clients, however many nodes are there")
+    scalar_bound: float = number(256.0, 0, 2**31, "largest size of a message's scalar; the origin clips", open_low=True)
+    fraction_bits: int = number(12, 0, 30, "scalars are rounded to whole multiples of 2^-fraction_bits")
+    max_steps: int = number(5000, 1, 10**9, "local steps of a node; the run is done at the last one")
+    flush_steps: int = number(5, 1, 1024, "local steps between two sends")
+    neighbours: int = number(4, 2, 64, "overlay links of a node, on average: a ring, and random chords beyond 2")
+    trainable: str = text("", "regular expression of the names of parameters to train; empty: all", empty=True)
+    eval_every_steps: int = number(100, 1, 10**9, "local steps between two evaluations")
+    rate_limit: float = number(100.0, 0, 10**9, "messages a second that are taken of one origin", open_low=True)
+    rate_burst: int = number(5000, 1, 10**9, "and as many at once; at least flush_steps")
+    max_periods_ahead: int = number(2, 1, 10**6, "periods that a message may be past the latest one taken")
+
+    def scalar_limit(self) -> int:
+        """The largest size of a scalar, in units of 2^-fraction_bits."""
+        return int(self.scalar_bound * 2**self.fraction_bits)
+
+    def periods(self) -> int:
+        """How many subspaces the run opens."""
+        return -(-self.max_steps // self.period)
+
+    def cross(self) -> Iterator[Fault]:
+        limit = self.scalar_limit()
+        if not 1 <= limit <= MAX_SCALAR:
+            yield Fault(
+                ("scalar_bound", "fraction_bits"),
+                f"{self.scalar_bound}: scalar_bound * 2^fraction_bits must be from 1 to {MAX_SCALAR}",
+            )
+        elif limit * self.max_steps * MAX_FLOOD_ORIGINS > MAX_SUM:  # every message of every origin in one coordinate
+            most = MAX_SUM // (limit * MAX_FLOOD_ORIGINS)
+            yield Fault(
+                ("max_steps", "scalar_bound", "fraction_bits"),
+                f"{self.max_steps}: must be at most {most} with these scalars, or sums could pass 64 bits",
+            )
+        if self.periods() > MAX_PERIODS:
+            least = -(-self.max_steps // MAX_PERIODS)
+            yield Fault(
+                ("period", "max_steps"), f"{self.period}: must be at least {least} with max_steps = {self.max_steps}"
+            )
+        if self.rate_burst < self.flush_steps:
+            yield Fault(
+                ("rate_burst", "flush_steps"),
+                f"{self.rate_burst}: must be at least flush_steps, which is {self.flush_steps}",
+            )
+        try:
+            re.compile(self.trainable)
+        except re.error as error:
+            yield Fault(("trainable",), f"{self.trainable!r}: must be a regular expression; {error}")
