@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ from peerloom.protocol.messages import (
     StateMessage,
 )
 from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 from tests.helpers import PATIENCE_S, Node, Swarm
 from tests.unit.node.wire import record_of
@@ -59,7 +61,7 @@ class Aloof:
     def __init__(self, record: PeerRecord) -> None:
         self._record = record
 
-    async def exchange(self, stream: ExchangeStream) -> None:
+    async def serve(self, service: Any, stream: Any) -> None:
         await stream.receive()
         await stream.send(Decline("busy"))
 
@@ -87,7 +89,7 @@ class Hostile:
     async def offer(self) -> tuple[int, ExchangeStream, Accept | Decline]:
         """Opens one exchange of the victim's own round; returns the round and the victim's answer."""
         round = (await self.transport.status(self.victim)).record.round
-        stream = await self.transport.open_exchange(self.victim)
+        stream = await self.transport.open(self.victim, EXCHANGE)
         await stream.send(Offer(secrets.token_hex(16), round, self.victim.layout_digest, "fp32", self.total_bytes))
         while isinstance(answer := await stream.receive(), Hold):
             pass
