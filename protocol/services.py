@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from peerloom.protocol import codec
+from peerloom.protocol import codec, codec_stage
 from peerloom.protocol.messages import ExchangeMessage, StreamEnd
+from peerloom.protocol.stage_messages import StageMessage
 
 M = TypeVar("M")
 
@@ -32,4 +33,5 @@ class Service(Generic[M]):
 EXCHANGE: Service[ExchangeMessage] = Service(
     "/peerloom.v1.Gossip/Exchange", codec.encode_exchange, codec.decode_exchange
 )
-SERVICES: tuple[Service[Any], ...] = (EXCHANGE,)
+STAGE: Service[StageMessage] = Service("/peerloom.v1.Stage/Run", codec_stage.encode_stage, codec_stage.decode_stage)
+SERVICES: tuple[Service[Any], ...] = (EXCHANGE, STAGE)

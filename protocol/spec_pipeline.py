@@ -17,7 +17,7 @@ ActivationEncoding = Literal["bf16", "fp32"]
 class PipelineSpec(Table):
     """Stages in a row; with "async" stage k of P trains with gradients that are P - 1 - k updates old."""
 
-    stages: int = number(4, 1, 256, "P: parts the model is cut into; at most model.layers")
+    stages: int = number(2, 1, 256, "P: parts the model is cut into; at most model.layers")
     microbatches: int = number(
         1, 1, 1024, "parts of a batch that travel one by one, an update after all of them; divides train.batch_size"
     )

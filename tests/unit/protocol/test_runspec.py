@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
+from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 
@@ -231,7 +232,8 @@ TIED: dict[type, tuple[str, ...]] = {
         *("alpha", "gamma", "momentum", "pairing", "clip_radius"),
         *("weights", "group_size", "fragments", "local_steps", "round_s"),
     ),
-    RunSpec: ("model", "data", "train"),
+    PipelineSpec: ("heartbeat_s", "dead_after_s"),
+    RunSpec: ("model", "data", "train", "method"),
 }
 
 
