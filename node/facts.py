@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
-from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Role
+from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Role, StageRole
 
 LONELY = 3  # rounds alone in a row from which status says so
 RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
@@ -39,6 +39,8 @@ class Facts:
     tokens_per_s: float = 0.0
     loss: float | None = None
     sketch: tuple[float, ...] = ()
+    stage: int = -1
+    stage_role: StageRole = ""
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
@@ -112,6 +114,8 @@ class Facts:
             up_bytes=up,
             down_bytes=down,
             sketch=self.sketch,
+            stage=self.stage,
+            stage_role=self.stage_role,
         )
 
     def status(self) -> NodeStatus:

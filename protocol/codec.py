@@ -33,7 +33,7 @@ from peerloom.protocol.messages import (
     StreamEnd,
     Withdraw,
 )
-from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Role, RunId
+from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Role, RunId, StageRole
 
 M = TypeVar("M", bound=Message)
 
@@ -399,6 +399,7 @@ def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
     fields["reason"] = checks.shown(record.reason)
     fields["loss"] = _finite_or_none(record.loss)
     fields["sketch"] = checks.fit_sketch(record.sketch)
+    fields["stage"] = record.stage if record.stage >= 0 else None
     return common_pb2.PeerRecord(**fields)
 
 
@@ -429,6 +430,8 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         up_bytes=checks.whole("bytes up", record.up_bytes),
         down_bytes=checks.whole("bytes down", record.down_bytes),
         sketch=checks.sketch("sketch", record.sketch),
+        stage=checks.whole("stage", record.stage, limits.MAX_STAGES - 1) if record.HasField("stage") else -1,
+        stage_role=cast(StageRole, checks.one_of("stage role", record.stage_role, StageRole)),
     )
 
 

@@ -26,7 +26,6 @@ from peerloom.protocol.stage_messages import (
 )
 
 MAX_LANE = (1 << 53) - 1
-MAX_STAGES = 256
 MAX_DIMENSIONS = 4
 MAX_FILES = 8
 MAX_CREDIT = 1 << 20
@@ -121,7 +120,7 @@ def _tensor_message(message: Activation | Gradient, loss: float = 0.0) -> stage_
 
 
 def _stage(value: int) -> int:
-    return checks.whole("stage", value, MAX_STAGES - 1)
+    return checks.whole("stage", value, limits.MAX_STAGES - 1)
 
 
 def _microbatch(message: stage_pb2.MicrobatchId) -> Microbatch:

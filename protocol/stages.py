@@ -299,16 +299,15 @@ class StageMachine:
             self._members.setdefault(flight.update, []).append(flight)
         if microbatch.held_out:
             self._scored(microbatch, flight.loss)
-        if self._first:
-            self._out.append(effects.Forget(microbatch))
-            return
-        self._results[microbatch] = flight.loss
         if flight.upstream in self._upstream:
             self._reply(flight.upstream, microbatch, flight.upstream_version, flight.loss)
+        self._results[microbatch] = flight.loss
+        dropped = [microbatch] if self._first else []  # nobody asks a first stage for an answer
         while len(self._results) > self._kept:
             oldest = next(iter(self._results))
             del self._results[oldest]
-            self._out.append(effects.Forget(oldest))
+            dropped += [] if self._first else [oldest]
+        self._out += [effects.Forget(each) for each in dropped]
 
     def _reply(self, peer: PeerId, microbatch: Microbatch, version: int, loss: float) -> None:
         kind = effects.SendScore if microbatch.held_out else effects.SendGradient

@@ -18,6 +18,7 @@ NodeState = Literal[
     "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
 ]
 Encoding = Literal["fp32", "bf16", "int8"]
+StageRole = Literal["", "claims", "hosts", "stands_by"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class PeerRecord:
     up_bytes: int = 0
     down_bytes: int = 0
     sketch: tuple[float, ...] = ()
+    stage: int = -1  # of a pipeline, that it hosts, claims or stands by for; -1: none
+    stage_role: StageRole = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
