@@ -18,6 +18,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -49,6 +50,7 @@ class Meta:
     adam_steps: int  # inner steps since the moments were last fresh
     adopted_at: int | None = None  # step at which a donor's state was taken, while the rate warms up again
     held_out_loss: float | None = None
+    pipeline: dict[str, Any] | None = None  # stage, lane and ledger of a pipeline's stage, whose theta this is
     distances: list[float] = field(default_factory=list)  # to partners, behind the clip's median
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
@@ -66,6 +68,11 @@ class Checkpoint:
     previous: torch.Tensor
     optimizer: dict[str, torch.Tensor]
     params: torch.Tensor | None = None
+
+
+def stage_folder(run_dir: Path, stage: int) -> Path:
+    """Where a node keeps the checkpoints of a pipeline's stage, its own or another's."""
+    return run_dir / f"stage-{stage:03d}" / "checkpoints"
 
 
 class _Damaged(Exception):

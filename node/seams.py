@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
@@ -17,6 +17,7 @@ from peerloom.protocol.services import Service
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec, Span
 
 M = TypeVar("M")
+A = TypeVar("A")
 
 
 class Clock(Protocol):
@@ -147,6 +148,7 @@ class WorkerSetup:
     keep_checkpoints: int = 3  # the newest ones
     device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
     threads: int = 0  # torch CPU threads; 0: torch's own choice
+    stage: int = 0  # of a pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,7 @@ class WorkerReady:
     note: str = ""
     sketch: tuple[float, ...] = ()
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
+    pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint.Meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +228,10 @@ class WorkerPort(Protocol):
 
     async def train(self, round: int, fragment: int = 0) -> RoundTrained:
         """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal."""
+        ...
+
+    async def ask(self, command: Any, answer: type[A]) -> A:
+        """Carries out a command of the spec's method, of which `answer` is the answer's type."""
         ...
 
     async def interrupt(self) -> None:

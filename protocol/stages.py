@@ -115,6 +115,18 @@ class StageMachine:
         """Nothing runs in the worker."""
         return self._running is None
 
+    def awaits_forward(self, microbatch: Microbatch) -> bool:
+        """Whether an activation that came is still to be used."""
+        return self._phase(microbatch) == "queued"
+
+    def awaits_backward(self, microbatch: Microbatch) -> bool:
+        """Whether a gradient that came is still to be used."""
+        return self._phase(microbatch) == "answered"
+
+    def _phase(self, microbatch: Microbatch) -> Phase | None:
+        flight = self._flights.get(microbatch)
+        return flight.phase if flight is not None else None
+
     @property
     def waiting_for(self) -> int | None:
         """The neighbouring stage without which nothing goes on here, if one is missing."""
