@@ -76,6 +76,13 @@ class NodeConfig(BaseSettings):
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
     )
+    stage: int | None = _setting(
+        None,
+        "the pipeline's stage to host; left out: the one with the fewest hosts",
+        "an integer from 0 to 255",
+        ge=0,
+        le=255,
+    )
     max_upload: int = _setting(0, "bytes a second sent to peers at most; 0: no cap", _RATE, ge=0, le=10**12)
     max_download: int = _setting(0, "bytes a second received from peers at most; 0: no cap", _RATE, ge=0, le=10**12)
     allow: tuple[PeerId, ...] = _setting(

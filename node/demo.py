@@ -43,6 +43,7 @@ class DemoPlan:
     nodes: int = 4
     seconds: float = 180.0  # counted from the demo's start
     method: str = "gasloc"
+    run_file: Path | None = None  # None: the embedded run
     command: tuple[str, ...] = (sys.executable, "-m", "peerloom.node")
     stop_within_s: float = 10.0
 
@@ -124,7 +125,7 @@ async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asynci
     finally:
         seconds, dead = clock() - started, children.ended()
         killed = await children.stop()
-    figures, failures = judge(progress.statuses, plan.nodes)
+    figures, failures = judge(progress.statuses, plan.nodes, plan.method)
     if dead:
         failures = [f"{child.name} ended early with {child.how_it_ended()}" for child in dead]
     return DemoOutcome(
@@ -139,10 +140,11 @@ async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asynci
     )
 
 
-def judge(statuses: list[NodeStatus], nodes: int) -> tuple[list[NodeFigures], list[str]]:
+def judge(statuses: list[NodeStatus], nodes: int, method: str = "gasloc") -> tuple[list[NodeFigures], list[str]]:
     """The figures of all trainers by name, and one sentence for each mark that was not reached."""
+    partners = min(1 if method == "pipeline" else PARTNERS, nodes - 1)
     figures = sorted((_figures(status) for status in statuses if status.record.role == "trainer"), key=lambda n: n.name)
-    failures = [sentence for node in figures for sentence in _faults(node, min(PARTNERS, nodes - 1))]
+    failures = [sentence for node in figures for sentence in _faults(node, partners, method)]
     if len(figures) < nodes:
         failures.insert(0, f"only {len(figures)} of {nodes} nodes were seen in the swarm")
     spread = spread_of(figures)
@@ -169,8 +171,9 @@ def _figures(status: NodeStatus) -> NodeFigures:
     )
 
 
-def _faults(node: NodeFigures, partners: int) -> list[str]:
-    if node.tokens == 0 or node.rounds == 0:
+def _faults(node: NodeFigures, partners: int, method: str) -> list[str]:
+    counts_tokens = method != "pipeline"  # whose first stage counts them for all
+    if (counts_tokens and node.tokens == 0) or node.rounds == 0:
         return [f"{node.name} finished no round"]
     faults = []
     if node.loss is None:
@@ -226,7 +229,8 @@ async def _invites(bootstrap: Child) -> list[str]:
 
 
 def _command(plan: DemoPlan, name: str, invites: list[str]) -> list[str]:
-    role = ["join", *invites] if invites else ["bootstrap"]
+    run = ["--run", str(plan.run_file)] if plan.run_file is not None else []
+    role = ["join", *invites] if invites else ["bootstrap", *run]
     return [
         *plan.command, *role,
         "--home", str(plan.folder / name),

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol, TypeVar
 
 from peerloom.node.context import Context
+from peerloom.node.pipeline_trainer import PipelineTrainer
 from peerloom.node.seams import MessageStream, WorkerPort
 from peerloom.node.trainer import Trainer
 from peerloom.protocol.messages import FetchRequest, StateMessage
@@ -47,4 +48,4 @@ class Life(Protocol):
         ...
 
 
-LIVES: dict[str, Callable[[Context, WorkerPort], Life]] = {"gasloc": Trainer}
+LIVES: dict[str, Callable[[Context, WorkerPort], Life]] = {"gasloc": Trainer, "pipeline": PipelineTrainer}

@@ -26,6 +26,7 @@ class PipelineSpec(Table):
     encoding: ActivationEncoding = choice("bf16", "of activations and their gradients on the wire")
     eval_every: int = number(20, 1, 10**6, "updates between evaluations on held-out text")
     backup_every: int = number(50, 1, 10**6, "updates between copies of a stage's state to another node")
+    standbys: int = number(1, 0, 16, "idle nodes that stand by for each stage before further ones host it too")
     heartbeat_s: float = number(2.0, 0, 600, "seconds between signs of life of neighbouring stages", open_low=True)
     dead_after_s: float = number(8.0, 0, 3600, "seconds without one after which a neighbour is given up", open_low=True)
     answer_s: float = number(

@@ -53,7 +53,7 @@ class StageModel(nn.Module):
         if not last:
             self.model.norm = nn.Identity()
         self.lm_head = whole.lm_head if last else None
-        if last and tied:
+        if self.lm_head is not None and tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, given: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def build_stage(spec: RunSpec, stage: int) -> StageModel:
     model = _on_meta(spec, config, stage)
     model.float()  # a stored configuration may name another type
     model.to_empty(device="cpu")
-    if tied and model.first and model.last:
+    if tied and model.first and model.lm_head is not None:
         model.lm_head.weight = model.model.embed_tokens.weight  # to_empty parts them
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # holds no parameters, only a table
     source = _stored(spec.model.path) if spec.model.path else _drawn(spec.seed, config.initializer_range)
@@ -183,7 +183,7 @@ def _stored(path: str) -> Source:
     def fill(name: str, parameter: Tensor) -> None:
         try:
             files = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
-            with safe_open(folder / files.get(name, "model.safetensors"), framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(folder / files.get(name, "model.safetensors"), framework="pt") as file:
                 parameter.copy_(file.get_tensor(name))
         except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
             raise SpecError([f"model.path: {path} gives no {name} of this shape: {error}"]) from error
