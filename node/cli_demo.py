@@ -26,6 +26,7 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
 
 METHODS = ("gasloc", "pipeline")
+SAID = {"gasloc": "trained, exchanged with one another and agree", "pipeline": "trained one model, a stage each"}
 WATCH_S = 1.0
 LINE_EVERY_S = 10.0  # where there is no terminal to redraw
 
@@ -142,5 +143,4 @@ def _report(outcome: DemoOutcome, console: Console) -> None:
     for failure in [] if outcome.interrupted else outcome.failures:
         Console(stderr=True).print(f"peer: the demo failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.failures:
-        said = "trained one model, a stage each" if outcome.method == "pipeline" else "trained, exchanged with one another and agree"
-        console.print(f"All nodes {said}.", style="green")
+        console.print(f"All nodes {SAID.get(outcome.method, SAID['gasloc'])}.", style="green")

@@ -23,7 +23,7 @@ from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.placement import Place, choose_place
 from peerloom.protocol.services import STAGE, Service
-from peerloom.protocol.stage_messages import StageMessage, StageOpen, StageOpened
+from peerloom.protocol.stage_messages import StageOpen, StageOpened
 from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId, PeerRecord, StageRole
 
@@ -70,10 +70,9 @@ class PipelineTrainer:
             raise LinkError("this run serves no such stream")
         await self._serve(cast(Stream, stream))
 
-    async def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
-        """Nothing: no node of a pipeline holds the model."""
+    def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        """Raises LinkError: no node of a pipeline holds the model."""
         raise LinkError("no node of a pipeline holds the model; its stages are fetched over Stage.Run")
-        yield  # a generator, as the others
 
     async def interrupt(self) -> None:
         """Begins no more microbatches, and saves."""
@@ -160,7 +159,7 @@ class PipelineTrainer:
             return
 
     async def _obtain_state(self, stage: int) -> None:
-        """Has the newest copy of the stage on the disk, where anybody has one; waits for it while others have trained."""
+        """Has the newest copy of the stage on the disk, if anybody has one; waits for one while others have trained."""
         give_up_at = self._clock.monotonic() + self._context.settings.donor_patience_s
         while await self._keeping.obtain(stage) is None:
             trained = max((record.step for record in self._view.records()), default=0)

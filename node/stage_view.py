@@ -18,7 +18,7 @@ LEAVING: frozenset[NodeState] = frozenset({"draining"})
 
 
 class StageView:
-    """Reads `context.view`; a record outlives its node by half a minute, so what does not answer is left out at once."""
+    """Reads `context.view`; records outlive their node by half a minute, so what does not answer is left out."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -100,7 +100,7 @@ def _takes_over(own: Claim, stage: int, claims: list[Claim]) -> bool:
 
 
 def keeper_of(stage: int, claims: Iterable[Claim], stages: int, host: PeerId) -> PeerId | None:
-    """Who keeps a copy of a stage's state for its `host`: a standby of it, else a host of another stage, the next first."""
+    """Who keeps a copy of a stage for its `host`: a standby of it, else a host of another stage, the next first."""
     able = [claim for claim in claims if claim.peer != host]
     standby = min((c.peer for c in able if c.role == "stands_by" and c.stage == stage), default=None)
     if standby is not None:

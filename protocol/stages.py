@@ -61,7 +61,7 @@ class StageMachine:
     """Events in, effects out; at most one Run effect is under way at a time.
 
     `first_version` updates are behind the weights it starts from, trained on what `ledger` lists. `lane` numbers the
-    microbatches of a first stage, which begins no update from `limit` on; `held_out` is how many it evaluates at a time.
+    microbatches of a first stage, which begins no update from `limit` on; it evaluates `held_out` of them at a time.
     """
 
     def __init__(

@@ -45,6 +45,6 @@ def cut(costs: list[float], stages: int) -> list[range]:
 def stage_layers(
     spec: PipelineSpec, *, layers: int, hidden: int, layer_parameters: int, vocabulary: int, length: int
 ) -> list[range]:
-    """The layers of each stage of a Llama: multiplications a token, those of attention over `length` tokens included."""
+    """The layers of each stage of a Llama: multiplications a token, attention over `length` tokens included."""
     layer = layer_parameters + length * hidden
     return cut(layer_costs(layers, layer, vocabulary * hidden, vocabulary * hidden), spec.stages)

@@ -197,7 +197,7 @@ class StageTask:
     # the passes
 
     def forward(self, microbatch: Microbatch, version: int, update: int | None) -> float | None:
-        """From the inbox, or on the first stage from its data, to the outbox; on the last stage all of it, and the loss.
+        """From the inbox, or on the first stage from its data, to the outbox; the last stage does all and has a loss.
 
         Raises KeyError for a version that is not kept, NonFiniteLoss.
         """

@@ -106,7 +106,7 @@ class LocalPipeline:
                 self._later(stage, stage - 1, events.GradientReceived(_peer(stage), microbatch, version, loss))
             case effects.SendScore(_, microbatch, version, loss):
                 self._later(stage, stage - 1, events.ScoreReceived(_peer(stage), microbatch, version, loss))
-            case effects.SendCredit(peer, count):
+            case effects.SendCredit(_, count):
                 self._later(stage, stage - 1, events.CreditReceived(_peer(stage), count))
             case effects.ReportTrained(_, loss) if stage == len(self.tasks) - 1:
                 self.losses.append(loss)

@@ -117,7 +117,7 @@ def test_theta_0_is_the_same_however_it_is_cut(source: Path) -> None:
     one, two, four = parameters(1), parameters(2), parameters(4)
     assert two.keys() == four.keys() == one.keys() | {"lm_head.weight"}
     assert all(torch.equal(one[name], four[name]) and torch.equal(two[name], four[name]) for name in one)
-    assert torch.equal(four["lm_head.weight"], one["model.embed_tokens.weight"])  # tied with one stage, a copy with more
+    assert torch.equal(four["lm_head.weight"], one["model.embed_tokens.weight"])  # else tied
 
 
 def test_stages_are_balanced_and_built_from_their_own_layers(source: Path) -> None:

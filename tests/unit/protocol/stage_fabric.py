@@ -1,4 +1,4 @@
-"""A pipeline of stage machines without tensors: a scheduler delivers frames and ends work in any order that is lawful."""
+"""A pipeline of stage machines without tensors; frames arrive and work ends in any order that is lawful."""
 
 from __future__ import annotations
 
