@@ -43,6 +43,7 @@ class StageModel(nn.Module):
         super().__init__()
         self.span, self.first, self.last = span, first, last
         self.config = whole.config
+        self.architecture = type(whole).__name__
         self.model = whole.model
         self.model.layers = nn.ModuleList([self.model.layers[index] for index in span])
         self.model.config.num_hidden_layers = len(span)
@@ -91,9 +92,14 @@ def build_stage(spec: RunSpec, stage: int) -> StageModel:
     return model
 
 
+def stage_outline(spec: RunSpec, stage: int) -> StageModel:
+    """The stage without numbers, on the meta device: its names, shapes and sizes; raises SpecError."""
+    return _on_meta(spec, _config(spec), stage)
+
+
 def stage_numel(spec: RunSpec, stage: int) -> int:
     """How many parameters a stage has; nothing is allocated for it."""
-    return sum(parameter.numel() for parameter in _on_meta(spec, _config(spec), stage).parameters())
+    return sum(parameter.numel() for parameter in stage_outline(spec, stage).parameters())
 
 
 def _on_meta(spec: RunSpec, config: Any, stage: int) -> StageModel:

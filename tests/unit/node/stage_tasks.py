@@ -8,11 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker import messages
+from peerloom.node.worker.data import Batches, prepare
+from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import anonymous_file
-from peerloom.node.worker.tasks.stage import StageTask
+from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_model import build_stage
+from peerloom.node.worker.tasks.stage import StageTask, lane_name
+from peerloom.node.worker.tokenizer import ByteTokenizer
+from peerloom.optim.delayed import DelayedWeights, pipeline_delays
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.ledger import Microbatch
@@ -20,6 +27,8 @@ from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
+
+LANE = 7
 
 
 def stage_spec(source: Path, stages: int = 4, **pipeline: object) -> RunSpec:
@@ -48,7 +57,7 @@ class LocalPipeline:
     def __init__(self, spec: RunSpec, home: Path, *, limit: int, seed: int | None = 0, held_out: int = 0) -> None:
         self.tasks = [open_stage(spec, home, stage) for stage in range(spec.pipeline.stages)]
         self.machines = [
-            StageMachine(spec.pipeline, stage, lane=7, limit=limit, held_out=held_out)
+            StageMachine(spec.pipeline, stage, lane=LANE, limit=limit, held_out=held_out)
             for stage in range(spec.pipeline.stages)
         ]
         self.losses: list[float] = []
@@ -124,3 +133,34 @@ class LocalPipeline:
 
 def _peer(stage: int) -> PeerId:
     return PeerId(f"peer-{stage}")
+
+
+def batches(spec: RunSpec, cache: Path, lane: int = LANE) -> Batches:
+    """What a lane draws."""
+    shards = prepare(spec.data, ByteTokenizer(), cache, lambda what, share: None)
+    return Batches(shards.train, spec.seed, lane_name(lane), spec.train.batch_size, spec.data.sequence_length)
+
+
+def reference(
+    spec: RunSpec, cache: Path, updates: int, lane: int = LANE
+) -> tuple[list[torch.nn.Module], list[float]]:
+    """The same stages in one model, with delayed gradients and no pipeline anywhere."""
+    stages = [build_stage(spec, stage) for stage in range(spec.pipeline.stages)]
+    loops = [InnerLoop(stage, spec.train) for stage in stages]
+    delays = pipeline_delays(len(stages)) if spec.pipeline.schedule == "async" else [0] * len(stages)
+    weights = DelayedWeights([stage.parameters() for stage in stages], delays, stash=spec.pipeline.stash)
+    data, losses = batches(spec, cache, lane), []
+    for update in range(updates):
+        windows = torch.from_numpy(data[update])
+
+        def loss_fn(windows: torch.Tensor = windows) -> torch.Tensor:
+            hidden = windows[:, :-1]
+            for stage in stages:
+                hidden = stage(hidden)
+            return F.cross_entropy(hidden.flatten(0, 1), windows[:, 1:].flatten())
+
+        losses.append(float(weights.backward(loss_fn)))
+        for loop in loops:
+            loop.update(learning_rate(update, spec.train))
+        weights.commit()
+    return list(stages), losses

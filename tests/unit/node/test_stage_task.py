@@ -8,53 +8,20 @@ import torch.nn.functional as F
 
 from peerloom.node import checkpoint
 from peerloom.node.worker import messages
-from peerloom.node.worker.data import Batches, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_model import build_stage, stage_numel
-from peerloom.node.worker.tasks.stage import StageTask, lane_name
-from peerloom.node.worker.tokenizer import ByteTokenizer
-from peerloom.optim.delayed import DelayedWeights, pipeline_delays
+from peerloom.node.worker.tasks.stage import StageTask
 from peerloom.protocol.errors import ConfigError, SpecError
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.runspec import ModelSpec, RunSpec
-from tests.unit.node.stage_tasks import LocalPipeline, open_stage, stage_spec
+from tests.unit.node.stage_tasks import LANE, LocalPipeline, batches, open_stage, reference, stage_spec
 from tests.unit.node.tiny import write_text
-
-LANE = 7
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "corpus")
-
-
-def batches(spec: RunSpec, home: Path) -> Batches:
-    shards = prepare(spec.data, ByteTokenizer(), home / "cache", lambda what, share: None)
-    return Batches(shards.train, spec.seed, lane_name(LANE), spec.train.batch_size, spec.data.sequence_length)
-
-
-def reference(spec: RunSpec, home: Path, updates: int) -> tuple[list[torch.nn.Module], list[float]]:
-    """The same stages in one model, with delayed gradients and no pipeline anywhere."""
-    stages = [build_stage(spec, stage) for stage in range(spec.pipeline.stages)]
-    loops = [InnerLoop(stage, spec.train) for stage in stages]
-    delays = pipeline_delays(len(stages)) if spec.pipeline.schedule == "async" else [0] * len(stages)
-    weights = DelayedWeights([stage.parameters() for stage in stages], delays, stash=spec.pipeline.stash)
-    data, losses = batches(spec, home), []
-    for update in range(updates):
-        windows = torch.from_numpy(data[update])
-
-        def loss_fn(windows: torch.Tensor = windows) -> torch.Tensor:
-            hidden = windows[:, :-1]
-            for stage in stages:
-                hidden = stage(hidden)
-            return F.cross_entropy(hidden.flatten(0, 1), windows[:, 1:].flatten())
-
-        losses.append(float(weights.backward(loss_fn)))
-        for loop in loops:
-            loop.update(learning_rate(update, spec.train))
-        weights.commit()
-    return list(stages), losses
 
 
 def farthest(tasks: list[StageTask], stages: list[torch.nn.Module]) -> float:
@@ -70,7 +37,7 @@ def test_four_stages_are_the_delayed_gradient_reference(source: Path, tmp_path: 
     spec = stage_spec(source, **keys)
     pipeline = LocalPipeline(spec, tmp_path, limit=50, seed=3)
     pipeline.run()
-    stages, losses = reference(spec, tmp_path, 50)
+    stages, losses = reference(spec, tmp_path / "cache", 50)
     # the mean of several microbatches is rounded otherwise than that of the whole batch
     assert farthest(pipeline.tasks, stages) < (1e-6 if spec.pipeline.microbatches == 1 else 1e-4)
     assert pipeline.losses == pytest.approx(losses, abs=1e-4)
@@ -85,7 +52,7 @@ def test_one_stage_is_plain_training_bit_for_bit(source: Path, tmp_path: Path) -
     pipeline = LocalPipeline(spec, tmp_path, limit=10)
     pipeline.run()
     model = build_stage(spec, 0)
-    loop, data = InnerLoop(model, spec.train), batches(spec, tmp_path)
+    loop, data = InnerLoop(model, spec.train), batches(spec, tmp_path / "cache")
     plain = []
     for update in range(10):
         windows = torch.from_numpy(data[update])
@@ -102,7 +69,7 @@ def test_without_a_stash_the_backward_pass_sees_the_newest_weights(source: Path,
     spec = stage_spec(source, stages=2, stash=False)
     pipeline = LocalPipeline(spec, tmp_path, limit=30, seed=None)  # whose delays are those of a warm pipeline
     pipeline.run()
-    stages, _ = reference(spec, tmp_path, 30)
+    stages, _ = reference(spec, tmp_path / "cache", 30)
     assert farthest(pipeline.tasks, stages) < 1e-6
     kept = LocalPipeline(stage_spec(source, stages=2), tmp_path / "kept", limit=30)
     kept.run()
