@@ -34,6 +34,7 @@ EXAMPLES = {  # of settings without a fixed default
     "home": '"/srv/peerloom"',
     "name": '"lab-7"',
     "metrics_port": "9464",
+    "stage": "2",
     "data": '"/srv/text"',
 }
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")

@@ -230,7 +230,7 @@ def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
         named = ", ".join(map(str, missing))
         head.append(f"\nno host of stage {named} of {spec.pipeline.stages}: the run waits for one", "red")
     notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
-    return Group(head, Text(), _table(rows), *notes)
+    return Group(head, Text(), _table(rows, spec.method == "pipeline"), *notes)
 
 
 def summary(totals: Totals) -> str:
@@ -255,20 +255,20 @@ def short(amount: float) -> str:
     return f"{amount:.0f}P"
 
 
-def _table(rows: list[NodeRow]) -> Table:
+def _table(rows: list[NodeRow], stages: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("peer", no_wrap=True, max_width=18, overflow="ellipsis")
     table.add_column("state", no_wrap=True, min_width=11)
-    for heading in ("round", "loss", "tok/s", "up", "down", "partners", "age"):
+    for heading in ("round", "loss", "tok/s", "up", "down", "stage" if stages else "partners", "age"):
         table.add_column(heading, no_wrap=True, justify="right")
     for row in rows:
-        table.add_row(*_cells(row), style="red" if row.silent_s is not None else None)
+        table.add_row(*_cells(row, stages), style="red" if row.silent_s is not None else None)
     return table
 
 
-def _cells(row: NodeRow) -> list[str]:
+def _cells(row: NodeRow, stages: bool) -> list[str]:
     trainer = row.role == "trainer"
     return [
         _label(row),
@@ -278,15 +278,20 @@ def _cells(row: NodeRow) -> list[str]:
         short(row.tokens_per_s) if trainer else "",
         short(row.up_bytes),
         short(row.down_bytes),
-        str(len(row.partners)) if trainer else "",
+        _place(row) if stages else str(len(row.partners)) if trainer else "",
         f"{row.heartbeat_age_s:.0f} s",
     ]
 
 
 def _label(row: NodeRow) -> str:
-    marks = {"hosts": "", "claims": "?", "stands_by": " spare"}
-    stage = f" #{row.stage}{marks[row.stage_role]}" if row.stage_role and row.stage is not None else ""
-    return f"{short_id(row.peer_id)} {row.name}{stage}"
+    return f"{short_id(row.peer_id)} {row.name}"
+
+
+def _place(row: NodeRow) -> str:
+    """What a pipeline's node does, where others have their partners."""
+    if row.stage is None or not row.stage_role:
+        return ""
+    return {"hosts": "", "claims": "claims ", "stands_by": "spare "}.get(row.stage_role, "") + str(row.stage)
 
 
 def _note(row: NodeRow) -> str:
