@@ -317,6 +317,7 @@ class PipelineTrainer:
             driver.feed(events.SaveWanted())
             self._save_at = self._clock.monotonic() + self._context.settings.checkpoint_every_s
         self._measure_rate(driver)
+        facts.changed()
 
     def _measure_rate(self, driver: StageDriver) -> None:
         """Tokens a second, told by the first stage alone: the swarm's sum is then the run's."""
@@ -352,6 +353,7 @@ class PipelineTrainer:
         except PeerloomError as error:
             log.info("no link with %s of stage %d: %s", short(record.peer_id), stage, error)
             await self._view.check(record.peer_id)
+            await asyncio.sleep(TICK_S)
             return
         try:
             await stream.send(StageOpen("run", stage))
@@ -366,8 +368,8 @@ class PipelineTrainer:
             log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
         finally:
             await stream.close()
-            self._news.set()
         await self._view.check(record.peer_id)
+        await asyncio.sleep(TICK_S)  # before the next attempt
 
     async def _serve(self, stream: Stream) -> None:
         try:
