@@ -41,6 +41,7 @@ def demo_spec(method: str, nodes: int) -> RunSpec:
         name="stdlib-pipeline",
         method="pipeline",
         model=replace(plain.model, layers=max(plain.model.layers, nodes)),
+        train=replace(plain.train, optimizer="basis_rotated"),
         pipeline=replace(plain.pipeline, stages=nodes),
     )
 

@@ -5,7 +5,7 @@ For a weight W (m, n) with gradient G at step t = 1, 2, ..., in this order:
     L = b2 L + (1 - b2) G G^T,  R = b2 R + (1 - b2) G^T G                 source "2nd" only; no bias correction
     U, V = an eigenbasis                                                  at t = 1 and where t % freq == 0
     M = b1 M + (1 - b1) G,  G~ = U^T G V,  M~ = U^T M V
-    V~ = b2 V~ + (1 - b2) G~ G~                                           elementwise; permuted with U and V, not rotated
+    V~ = b2 V~ + (1 - b2) G~ G~                                           elementwise; permuted with U, V, not rotated
     W = (1 - lr wd) W - lr sqrt(1 - b2^t) / (1 - b1^t) U (M~ / (sqrt(V~) + eps)) V^T
 
 What is stored is M~, which follows M~ = b1 M~ + (1 - b1) G~ while the basis stands and is turned with it when it
@@ -36,14 +36,16 @@ class BasisRotatedAdam(Optimizer):
 
     Parameters with two dimensions or more are matrices (out, the rest), as convolutions are; those with fewer, those of
     one row or column, and those of groups with `rotate` False (embeddings, the head), get plain AdamW. A side longer
-    than `max_side` keeps the identity. Every argument but `params` may be set by group; groups that differ in `lr`, `weight_decay` alone are
-    still worked on together. Memory beyond AdamW's: 2 (m^2 + n^2) elements a matrix for ("2nd", "bilateral"), half of
-    it for "1st", and for "unilateral" the smaller side's alone. Moments and bases are fp32, or fp64 for fp64 weights.
+    than `max_side` keeps the identity. Every argument but `params` may be set by group; groups that differ in `lr` or
+    `weight_decay` alone are still worked on together. Memory beyond AdamW's: 2 (m^2 + n^2) elements a matrix for
+    ("2nd", "bilateral"), half of it for "1st", and for "unilateral" the smaller side's alone. Moments and bases are
+    fp32, or fp64 for fp64 weights.
 
     A parameter's state holds `step`, `exp_avg`, `exp_avg_sq` (both in the rotated basis) and, where they are used,
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).
 
-    Raises ValueError for hyper-parameters out of range, and in `step` for a first gradient that is not finite.
+    Raises ValueError for hyper-parameters out of range, and in `step` for a first gradient that is not finite and for
+    a weight whose rotated sides were changed after its first step.
     """
 
     stack_type: type[RotatedStack] = RotatedStack  # what takes the steps of equal-shaped weights
@@ -133,6 +135,8 @@ class BasisRotatedAdam(Optimizer):
                 state["step"] = torch.zeros(())
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            elif "left" in state or "right" in state:
+                raise ValueError("rotate must stay as it is once a weight took its first step")
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
@@ -152,7 +156,7 @@ class BasisRotatedAdam(Optimizer):
         )
 
     def _stacked(self, chosen: list[tuple[Tensor, Group]]) -> list[RotatedStack]:
-        """The stacks over `chosen`, kept from step to step; made anew when the parameters or their state were changed."""
+        """The stacks over `chosen`, kept from step to step, made anew when these or their state changed."""
         settings = [Setting.of(group) for _, group in chosen]
         signature = tuple((id(parameter), setting) for (parameter, _), setting in zip(chosen, settings, strict=True))
         if signature != self._signature or any(stack.stale() for stack in self._stacks):

@@ -54,6 +54,8 @@ class DelayedWeights:
     def commit(self) -> None:
         """Takes the parameters as they stand for the newest version; the oldest goes."""
         for stage, versions in zip(self._stages, self._versions, strict=True):
+            if versions.maxlen == 1:
+                continue  # it is never old
             if len(versions) < (versions.maxlen or 1):
                 versions.append(_copy(stage))
             else:

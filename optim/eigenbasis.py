@@ -72,8 +72,11 @@ def next_from_covariance(
 
 
 def first_from_moment(moment: Tensor, sides: tuple[bool, bool]) -> Rotation:
-    """The singular vectors of M (..., m, n), in full, on the sides asked for; raises ValueError as above."""
-    left, right = _robust(_singular, moment)
+    """The singular vectors of M (..., m, n) on the sides asked for; raises ValueError as above.
+
+    Both together are in full; one alone must be the shorter side's, as `rotated_sides` has it.
+    """
+    left, right = _robust(_singular if all(sides) else _singular_short, moment)
     return Rotation(left if sides[0] else None, right if sides[1] else None)
 
 
@@ -99,7 +102,8 @@ def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Ro
 def _orthogonal(matrix: Tensor) -> Tensor:
     """(..., m, n) -> (..., m, m): the complete Q of its QR."""
     mode = "complete" if matrix.shape[-2] > matrix.shape[-1] else "reduced"
-    return torch.linalg.qr(matrix, mode=mode).Q
+    basis: Tensor = torch.linalg.qr(matrix, mode=mode).Q
+    return basis
 
 
 def _permute(x: Tensor, order: Tensor, dim: int) -> Tensor:
@@ -116,15 +120,20 @@ def _singular(moment: Tensor) -> tuple[Tensor, ...]:
     return left, right.mT
 
 
+def _singular_short(moment: Tensor) -> tuple[Tensor, ...]:
+    left, _, right = torch.linalg.svd(moment, full_matrices=False)
+    return left, right.mT
+
+
 def _robust(decompose: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor) -> tuple[Tensor, ...]:
     """`decompose` in the matrix's own precision, in fp64 where that does not converge."""
     for trial in (matrix, matrix.double()):
         try:
             found = decompose(trial)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in __all__
             continue
         if all(bool(part.isfinite().all()) for part in found):
             return tuple(part.to(matrix.dtype).contiguous() for part in found)
     raise ValueError(
-        f"no eigenbasis of {tuple(matrix.shape)}: the gradient holds NaN or infinity; skip such a step or lower the rate"
+        f"no eigenbasis of {tuple(matrix.shape)}: the gradient holds NaN or infinity; skip the step or lower the rate"
     )

@@ -61,8 +61,15 @@ class RotatedStack:
         self._sides = rotated_sides(m, n, setting.geometry, setting.max_side)
         self._states = [states[parameter] for parameter in self._parameters]
         self.count = int(self._states[0].get("step", 0))
+        self._check_bases()
         self.tensors = {name: self._stack(name, shape) for name, shape in self._layout().items()}
         self._views = [self._hand_out(k) for k in range(len(self._parameters))]
+
+    def _check_bases(self) -> None:
+        """Moments of a basis are of no use in another one."""
+        held = {tuple(name in state for name in ("left", "right")) for state in self._states}
+        if self.count and held != {self._sides}:
+            raise ValueError("geometry, rotate and max_side must stay as they are once a weight took its first step")
 
     def _layout(self) -> dict[str, tuple[int, int]]:
         m, n = self._shape

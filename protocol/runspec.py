@@ -81,8 +81,8 @@ class DataSpec(Table):
 class TrainSpec(Table):
     """The inner optimizer and what a step is."""
 
-    optimizer: Literal["adamw", "muon"] = choice(
-        "adamw", "muon: for hidden matrices, with AdamW for embeddings, head and vectors"
+    optimizer: Literal["adamw", "muon", "basis_rotated"] = choice(
+        "adamw", "muon, basis_rotated: for hidden matrices, with AdamW for embeddings, head and vectors"
     )
     batch_size: int = number(8, 1, 2**16, "sequences a step")
     learning_rate: float = number(5e-3, 0, 10, "at the top of the schedule", open_low=True)
@@ -91,6 +91,13 @@ class TrainSpec(Table):
     min_lr_ratio: float = number(0.1, 0, 1, "the floor as a share of learning_rate")
     muon_learning_rate: float = number(0.02, 0, 10, "Muon's, at the top of the same schedule", open_low=True)
     muon_momentum: float = number(0.95, 0, 1, "Muon's, Nesterov", open_high=True)
+    rotation_source: Literal["1st", "2nd"] = choice(
+        "2nd", "basis_rotated's: the moment whose eigenvectors are the basis; 1st needs half the memory"
+    )
+    rotation_geometry: Literal["unilateral", "bilateral"] = choice(
+        "bilateral", "basis_rotated's: rotates the smaller side of a matrix, or both"
+    )
+    rotation_freq: int = number(10, 1, 10**6, "basis_rotated's: steps between refreshes of a basis")
     beta1: float = number(0.9, 0, 1, "AdamW's, first moment", open_high=True)
     beta2: float = number(0.95, 0, 1, "AdamW's, second moment", open_high=True)
     eps: float = number(1e-8, 0, 1, "AdamW's", open_low=True)

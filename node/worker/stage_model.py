@@ -63,6 +63,10 @@ class StageModel(nn.Module):
         hidden: Tensor = self.model(**named, use_cache=False).last_hidden_state
         return self.lm_head(hidden) if self.lm_head is not None else hidden
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head, by the name that transformers gives it; None before the last stage."""
+        return self.lm_head
+
     def whole_name(self, name: str) -> str:
         """The name that a parameter of this stage has in the whole model."""
         if not name.startswith(LAYERS):

@@ -88,19 +88,33 @@ class StackedRuns:
                 norm = part.norm(dim=1, keepdim=True)
                 part.mul_((most / (norm + 1e-6)).clamp(max=1.0))
 
-    def parameters(self, run: int) -> list[list[tuple[str, Tensor]]]:
-        """Each stage's (name, parameter) of one run, views of `flats`, with `.grad` a view of `gradients`."""
-        found = []
-        for flat, gradient, stage in zip(self.flats, self.gradients, self.size.stages(), strict=True):
-            members, start = [], 0
-            for name, shape in stage:
-                stop = start + math.prod(shape)
-                parameter = flat[run, start:stop].view(shape)
-                parameter.grad = gradient[run, start:stop].view(shape)
-                members.append((name, parameter))
-                start = stop
-            found.append(members)
-        return found
+    def parameters(self, run: int, stage: int, *, rotated: bool) -> list[Tensor]:
+        """One run's parameters of a stage, views of `flats`, with `.grad` a view of `gradients`.
+
+        With `rotated`, its blocks' matrices (none where there are no blocks); those are left out of the others, which
+        come as one flat piece, since what treats elements alike need not know shapes.
+        """
+        layout = self.size.stages()[stage]
+        cut = sum(math.prod(shape) for name, shape in layout if is_rotated(name))
+        pieces: list[tuple[slice, tuple[int, ...]]] = []
+        if rotated:
+            start = 0
+            for name, shape in layout:
+                if is_rotated(name):
+                    pieces.append((slice(start, start + math.prod(shape)), shape))
+                    start += math.prod(shape)
+        else:
+            pieces.append((slice(cut, None), (-1,)))
+        return [self._piece(run, stage, part, shape) for part, shape in pieces]
+
+    def whole(self, run: int, stage: int) -> Tensor:
+        """One run's parameters of a stage in one flat piece."""
+        return self._piece(run, stage, slice(None), (-1,))
+
+    def _piece(self, run: int, stage: int, part: slice, shape: tuple[int, ...]) -> Tensor:
+        piece = self.flats[stage][run, part].view(shape)
+        piece.grad = self.gradients[stage][run, part].view(shape)
+        return piece
 
     @torch.no_grad()
     def evaluate(self, windows: Tensor) -> Tensor:

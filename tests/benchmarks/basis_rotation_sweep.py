@@ -113,13 +113,13 @@ def outcome(curves: Curves, kind: Kind, depth: int, seeds: Sequence[int], target
 
 
 def missing(
-    curves: Curves, kind: Kind, grid: dict[int, Sequence[float]], seed: int, seeds: Sequence[int]
+    curves: Curves, kind: Kind, grid: dict[int, Sequence[float]], seed: int, seeds: Sequence[int], grow: bool = True
 ) -> list[Run]:
     """The runs of a method and seed that the grid asks for, then those that move a best rate off an edge."""
     depths = [curves.plan.depth] if kind in SAME_ALONE else [1, curves.plan.depth]
     wanted = [Run(lr, depth, seed) for depth in depths for lr in grid[depth]]
     lacking = [run for run in wanted if curves.get(kind, run.lr, run.depth, seed) is None]
-    if lacking or not curves.rates("adamw", curves.plan.depth, [seed]):
+    if lacking or not grow or not curves.rates("adamw", curves.plan.depth, [seed]):
         return lacking
     for depth in depths:
         done = [known for known in seeds if curves.rates(kind, depth, [known])]
@@ -152,6 +152,8 @@ def sweep(
     seeds: Sequence[int],
     processes: int,
     tell: Callable[[str], None],
+    *,
+    grow: bool = True,
 ) -> None:
     """Runs what is missing, one seed of all methods before the next; a batch of rates is one process's job."""
     context = multiprocessing.get_context("spawn")
@@ -161,7 +163,7 @@ def sweep(
             for seed in seeds:
                 for kind in kinds:
                     if len(running) < processes and (kind, seed) not in running.values():
-                        runs = missing(curves, kind, grid, seed, seeds)
+                        runs = missing(curves, kind, grid, seed, seeds, grow)
                         if runs:
                             running[pool.submit(work, curves.plan, kind, runs)] = (kind, seed)
                             tell(f"{kind}, seed {seed}: {', '.join(f'{run.lr:g}/{run.depth}' for run in runs)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from peerloom.optim.basis_rotation import BasisRotatedAdam, stage_frequencies
 from peerloom.optim.delayed import DelayedWeights
-from tests.benchmarks.basis_rotation_model import Size, StackedRuns, byte_frequencies, is_rotated
+from tests.benchmarks.basis_rotation_model import Size, StackedRuns, byte_frequencies
 from tests.benchmarks.basis_rotation_soap import SoapForm
 from tests.benchmarks.gasloc_model import Text
 
@@ -23,6 +24,7 @@ METHODS: tuple[Kind, ...] = (
     "adamw", "2nd_bi", "nesterov", "1st_bi", "2nd_uni", "1st_uni", "pipedream_lr", "stage_aware", "reversed", "soap"
 )  # fmt: skip
 SAME_ALONE: dict[str, Kind] = {"pipedream_lr": "adamw", "stage_aware": "2nd_bi", "reversed": "2nd_bi"}  # at depth 1
+ELEMENTWISE = ("adamw", "pipedream_lr", "nesterov")  # rotate nothing
 FREQ = 10
 BETAS = (0.9, 0.999)
 NESTEROV_BETA1 = 0.99  # arXiv 2505.01099 wants more momentum than Adam; 0.9 is worse here
@@ -56,9 +58,7 @@ def train(plan: Plan, kind: Kind, runs: Sequence[Run], text: Text, tell: Callabl
     """Each run with its `curve`: the held-out loss at the newest weights every `eval_every` steps, from step 0."""
     size = plan.size
     stacked = StackedRuns(size, [run.seed for run in runs], byte_frequencies(text))
-    rows = [flat[k] for k in range(len(runs)) for flat in stacked.flats]
-    delays = [delay for run in runs for delay in size.delays(run.depth)]
-    delayed = DelayedWeights([[row] for row in rows], delays)
+    delayed = _delayed(size, runs, stacked)
     optimizer, rates = _optimizer(plan, kind, runs, stacked)
     windows = text.evaluation(size.length, plan.windows)
     seeds = sorted({run.seed for run in runs})
@@ -84,6 +84,17 @@ def train(plan: Plan, kind: Kind, runs: Sequence[Run], text: Text, tell: Callabl
     ]
 
 
+def _delayed(size: Size, runs: Sequence[Run], stacked: StackedRuns) -> DelayedWeights:
+    """Neighbouring runs of one depth share their copies."""
+    stages, delays, start = [], [], 0
+    for depth, alike in itertools.groupby(runs, key=lambda run: run.depth):
+        stop = start + len(list(alike))
+        stages += [[flat[start:stop]] for flat in stacked.flats]
+        delays += size.delays(depth)
+        start = stop
+    return DelayedWeights(stages, delays)
+
+
 def schedule(plan: Plan, step: int) -> float:
     """Linear warm-up, cosine to a tenth."""
     if step < plan.warmup:
@@ -101,12 +112,16 @@ def _optimizer(
     for number, run in enumerate(runs):
         delays = plan.size.delays(run.depth)
         frequencies = _frequencies(plan, kind, run.depth)
-        for stage, members in enumerate(stacked.parameters(number)):
+        for stage, delay in enumerate(delays):
+            if kind in ELEMENTWISE:
+                groups.append({"params": [stacked.whole(number, stage)]})
+                owners.append((run.lr, delay))
+                continue
             for rotated in (True, False):
-                parameters = [parameter for name, parameter in members if is_rotated(name) == rotated]
+                parameters = stacked.parameters(number, stage, rotated=rotated)
                 if parameters:
-                    groups.append({"params": parameters, **_options(kind, rotated, frequencies[stage])})
-                    owners.append((run.lr, delays[stage]))
+                    groups.append({"params": parameters, **_options(kind, frequencies[stage])})
+                    owners.append((run.lr, delay))
 
     def rates(step: int) -> list[float]:
         scale = schedule(plan, step)
@@ -125,25 +140,20 @@ def _optimizer(
     return maker(groups, betas=BETAS, weight_decay=WEIGHT_DECAY), rates
 
 
-def _options(kind: Kind, rotated: bool, freq: int) -> dict[str, Any]:
-    if kind == "nesterov":
-        return {}
-    if not rotated or kind in ("adamw", "pipedream_lr"):
-        return {"rotate": False}
+def _options(kind: Kind, freq: int) -> dict[str, Any]:
+    """What is said of flat pieces too, which are not rotated."""
     source = "1st" if kind.startswith("1st") else "2nd"
     geometry = "unilateral" if kind.endswith("_uni") else "bilateral"
     return {"source": source, "geometry": geometry, "freq": freq}
 
 
 def _frequencies(plan: Plan, kind: Kind, depth: int) -> list[int]:
-    """Of each stage: those of the blocks' places among `depth` stages."""
+    """Of each stage: that of its place among `depth` stages, which its delay tells."""
     delays = plan.size.delays(depth)
-    if kind not in ("stage_aware", "reversed") or depth == 1:
+    if kind not in ("stage_aware", "reversed"):
         return [FREQ] * len(delays)
-    blocks = stage_frequencies(plan.size.layers, FREQ)
-    if kind == "reversed":
-        blocks.reverse()
-    return [FREQ, *blocks, FREQ]
+    every = stage_frequencies(depth, FREQ)
+    return [every[delay if kind == "reversed" else depth - 1 - delay] for delay in delays]
 
 
 def steps_to(target: float, curve: Sequence[float], eval_every: int, mean_of: int) -> float | None:

@@ -28,9 +28,11 @@ from peerloom.node.worker.stage_model import build_stage, stage_numel
 from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.gasloc import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.runspec import RunSpec, TrainSpec
 
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
@@ -70,7 +72,7 @@ class StageTask:
         self._flat = FlatParameters(self._model.named_in_whole())
         self._width = self._model.config.hidden_size
         self._init_digest, self._layout = init_digest(self._flat.flat), layout_digest(self._flat.layout())
-        self._inner = InnerLoop(self._model, spec.train)
+        self._inner = InnerLoop(self._model, stage_train(spec, setup.stage))
         began = self._phase("model", began)
         self._open_data(progress)
         began = self._phase("data", began)
@@ -334,6 +336,14 @@ class StageTask:
             size = (self._spec.train.batch_size, self._spec.data.sequence_length)
             self._lanes[lane] = Batches(self._shards.train, self._spec.seed, lane_name(lane), *size)
         return self._lanes[lane]
+
+
+def stage_train(spec: RunSpec, stage: int) -> TrainSpec:
+    """The inner optimizer of a stage: of the refreshes of rotated bases, the more delayed stages get more."""
+    if spec.pipeline.lag(0) == 0:
+        return spec.train
+    freq = stage_frequencies(spec.pipeline.stages, spec.train.rotation_freq)[stage]
+    return replace(spec.train, rotation_freq=freq)
 
 
 def lane_name(lane: int) -> str:

@@ -17,7 +17,7 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_model import build_stage
-from peerloom.node.worker.tasks.stage import StageTask, lane_name
+from peerloom.node.worker.tasks.stage import StageTask, lane_name, stage_train
 from peerloom.node.worker.tokenizer import ByteTokenizer
 from peerloom.optim.delayed import DelayedWeights, pipeline_delays
 from peerloom.protocol import stage_effects as effects
@@ -31,14 +31,16 @@ from peerloom.protocol.types import PeerId
 LANE = 7
 
 
-def stage_spec(source: Path, stages: int = 4, **pipeline: object) -> RunSpec:
+def stage_spec(source: Path, stages: int = 4, optimizer: str = "adamw", **pipeline: object) -> RunSpec:
     """A run of four layers over that text."""
     return RunSpec(
         name="tiny-pipeline",
         method="pipeline",
         model=ModelSpec(hidden_size=16, intermediate_size=24, layers=4, heads=2, kv_heads=2),
         data=DataSpec(source=str(source), sequence_length=16, held_out=0.2),
-        train=TrainSpec(batch_size=4, learning_rate=1e-2, warmup_steps=4, total_steps=80, eval_batches=2),
+        train=TrainSpec(
+            batch_size=4, learning_rate=1e-2, warmup_steps=4, total_steps=80, eval_batches=2, optimizer=optimizer
+        ),  # type: ignore[arg-type]
         pipeline=PipelineSpec(**{"stages": stages, "encoding": "fp32", **pipeline}),  # type: ignore[arg-type]
     )
 
@@ -146,7 +148,7 @@ def reference(
 ) -> tuple[list[torch.nn.Module], list[float]]:
     """The same stages in one model, with delayed gradients and no pipeline anywhere."""
     stages = [build_stage(spec, stage) for stage in range(spec.pipeline.stages)]
-    loops = [InnerLoop(stage, spec.train) for stage in stages]
+    loops = [InnerLoop(stage, stage_train(spec, number)) for number, stage in enumerate(stages)]
     delays = pipeline_delays(len(stages)) if spec.pipeline.schedule == "async" else [0] * len(stages)
     weights = DelayedWeights([stage.parameters() for stage in stages], delays, stash=spec.pipeline.stash)
     data, losses = batches(spec, cache, lane), []

@@ -32,13 +32,13 @@ class Plain:
         self.left = min(m, n) > 1 and (geometry == "bilateral" or m < n)
         self.right = min(m, n) > 1 and (geometry == "bilateral" or m >= n)
         self.u, self.v = torch.eye(m).double(), torch.eye(n).double()
-        self.l, self.r = torch.zeros(m, m).double(), torch.zeros(n, n).double()
+        self.rows, self.columns = torch.zeros(m, m).double(), torch.zeros(n, n).double()
         self.m, self.second = torch.zeros(m, n).double(), torch.zeros(m, n).double()
 
     def step(self, g: Tensor, first: tuple[Tensor | None, Tensor | None]) -> None:
         self.t += 1
-        self.l = BETA2 * self.l + (1 - BETA2) * g @ g.T
-        self.r = BETA2 * self.r + (1 - BETA2) * g.T @ g
+        self.rows = BETA2 * self.rows + (1 - BETA2) * g @ g.T
+        self.columns = BETA2 * self.columns + (1 - BETA2) * g.T @ g
         self.m = BETA1 * self.m + (1 - BETA1) * g
         if self.t == 1:
             self.u = self.u if first[0] is None else first[0].clone()
@@ -52,21 +52,21 @@ class Plain:
         self.w = self.w * (1 - LR * DECAY) - LR * correction * self.u @ direction @ self.v.T
 
     def refresh(self) -> None:
-        l, r = (self.l, self.r) if self.source == "2nd" else (self.m @ self.m.T, self.m.T @ self.m)
+        left, right = (self.rows, self.columns) if self.source == "2nd" else (self.m @ self.m.T, self.m.T @ self.m)
         if self.left:
-            order = torch.argsort(-torch.diag(self.u.T @ l @ self.u))
+            order = torch.argsort(-torch.diag(self.u.T @ left @ self.u))
             self.u, self.second = self.u[:, order], self.second[order]
         if self.right:
-            order = torch.argsort(-torch.diag(self.v.T @ r @ self.v))
+            order = torch.argsort(-torch.diag(self.v.T @ right @ self.v))
             self.v, self.second = self.v[:, order], self.second[:, order]
         if self.source == "1st" and self.left and self.right:
             self.u = torch.linalg.qr(self.m @ self.v, mode="complete").Q
             self.v = torch.linalg.qr(self.m.T @ self.u, mode="complete").Q
             return
         if self.left:
-            self.u = torch.linalg.qr(l @ self.u).Q
+            self.u = torch.linalg.qr(left @ self.u).Q
         if self.right:
-            self.v = torch.linalg.qr(r @ self.v).Q
+            self.v = torch.linalg.qr(right @ self.v).Q
 
 
 def optimizer(parameters: Any, **options: Any) -> BasisRotatedAdam:
@@ -260,6 +260,16 @@ def test_a_basis_that_fp32_does_not_find_is_found_in_fp64(draw: Draw, monkeypatc
 def test_a_bad_argument_is_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be"):
         BasisRotatedAdam([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+@pytest.mark.parametrize("change", [{"geometry": "unilateral"}, {"rotate": False}, {"max_side": 2}])
+def test_a_basis_is_not_taken_from_under_its_moments(draw: Draw, change: dict[str, Any]) -> None:
+    weight = nn.Parameter(draw(4, 3))
+    tool = optimizer([weight])
+    feed(tool, [weight], [draw(4, 3)])
+    tool.param_groups[0].update(change)
+    with pytest.raises(ValueError, match="must stay"):
+        feed(tool, [weight], [draw(4, 3)])
 
 
 def test_a_group_that_is_refused_is_not_kept() -> None:
