@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,10 +16,18 @@ from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerRea
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
-from peerloom.node.stage_view import StageView
+from peerloom.node.stage_view import WAITS_FOR, StageView
 from peerloom.node.trainer import Drained
 from peerloom.protocol import stage_events as events
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError, ProtocolError, StorageError
+from peerloom.protocol.errors import (
+    DataError,
+    LinkError,
+    MalformedMessage,
+    PeerError,
+    PeerloomError,
+    ProtocolError,
+    StorageError,
+)
 from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.placement import Place, choose_place
@@ -37,6 +46,7 @@ SETTLE_S = 3.0  # a claim that stood so long beside the others' is work
 OPENING_S = 10.0  # a peer that opens a stream and says nothing is cut off
 COPY_RETRY_S = 2.0
 DRAIN_SAVE_S = 7.0  # of the 10 s that a stop may take
+TEXT_FROM = 32  # where in an init digest the text's begins
 LINGER_S = 30.0  # how long a stage that is done answers those that are not
 
 
@@ -115,8 +125,13 @@ class PipelineTrainer:
         if context.settings.expect_peers:
             await context.view.wait_for_anybody(context.settings.first_view_s)
         stood_since, reason = self._clock.monotonic(), ""
+        progress = (-1, self._clock.monotonic())  # of the stage that this node stands by for
         while True:
             place = self._choose()
+            if place.role == "stands_by":
+                progress = self._progress_of(place.stage, progress)
+                if self._clock.monotonic() - progress[1] > 2 * self._spec.answer_s:
+                    place = await self._join_stuck(place)
             if place.reason != reason:
                 log.info("%s", place.reason)
             reason = place.reason
@@ -135,6 +150,26 @@ class PipelineTrainer:
                 return
             await self._wait(TICK_S)
             await context.view.refresh()
+
+    def _progress_of(self, stage: int, before: tuple[int, float]) -> tuple[int, float]:
+        """The newest update of a stage, and since when; a stage that waits for one without a host does not count."""
+        update = max((record.step for record in self._view.hosts(stage)), default=-1)
+        if update != before[0] or self._view.missing():
+            return update, self._clock.monotonic()
+        return before
+
+    async def _join_stuck(self, place: Place) -> Place:
+        """The run stands still though every stage has a host: joins the one that the stage before it waits for.
+
+        A stage that has been given up waits for the one before it in turn, so that is no sign.
+        """
+        hosts = [record for record in self._view.records() if record.stage_role == "hosts"]
+        stuck = Counter([r.stage + 1 for r in hosts if await self._view.waits_for(r) == r.stage + 1])
+        stages = [stage for stage in stuck if stage < self._spec.stages]
+        if not stages:
+            return place
+        stage = min(stages, key=lambda stage: (-stuck[stage], stage))
+        return Place(stage, "hosts", f"stage {stage} stands still under its host")
 
     def _choose(self) -> Place:
         return choose_place(
@@ -301,6 +336,7 @@ class PipelineTrainer:
     async def _look_after(self, driver: StageDriver) -> None:
         facts, missing = self._facts, self._view.missing()
         waiting = driver.machine.waiting_for
+        facts.counters[WAITS_FOR] = float(-1 if waiting is None else waiting)
         if missing:
             named = ", ".join(map(str, missing))
             many = len(missing) > 1
@@ -311,6 +347,7 @@ class PipelineTrainer:
             facts.enter("training")
         if missing or waiting is not None:
             await self._context.view.refresh()
+        self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
         self._connect(driver)
         if self._clock.monotonic() >= self._save_at:
@@ -318,6 +355,19 @@ class PipelineTrainer:
             self._save_at = self._clock.monotonic() + self._context.settings.checkpoint_every_s
         self._measure_rate(driver)
         facts.changed()
+
+    def _refuse_other_text(self, stage: int) -> None:
+        """Raises DataError on the last stage when its tokens are not the first stage's, whose labels they are to be."""
+        if stage == 0 or stage < self._spec.stages - 1:
+            return
+        own = self._facts.init_digest[TEXT_FROM:]
+        for record in self._view.hosts(0):
+            theirs = record.init_digest[TEXT_FROM:]
+            if theirs and own and theirs != own:
+                raise DataError(
+                    f"the text here is not that of {record.name}, which hosts the first stage; give both ends the same "
+                    'with --data (the text "stdlib" is that of one Python version), or host another stage with --stage'
+                )
 
     def _measure_rate(self, driver: StageDriver) -> None:
         """Tokens a second, told by the first stage alone: the swarm's sum is then the run's."""

@@ -7,13 +7,14 @@ import logging
 
 from peerloom.node.context import Context
 from peerloom.node.logs import short
-from peerloom.protocol.errors import PeerError, PeerloomError
+from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.placement import Claim, missing_stages
 from peerloom.protocol.types import NodeState, PeerId, PeerRecord, StageRole
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 3.0  # a live node answers a Status within
+WAITS_FOR = "waits_for_stage"  # the counter by which a host says so in its Status
 LEAVING: frozenset[NodeState] = frozenset({"draining"})
 
 
@@ -60,11 +61,20 @@ class StageView:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._context.transport.status(record)
-        except (PeerError, PeerloomError, TimeoutError) as error:
+        except (PeerloomError, TimeoutError) as error:
             log.warning("%s (stage %d) does not answer: %s", short(peer), record.stage, str(error) or "no word")
             self._dead[peer] = record.issued_at
             return False
         return True
+
+    async def waits_for(self, record: PeerRecord) -> int:
+        """The stage that a host says it waits for; -1: none, or it does not say."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status = await self._context.transport.status(record)
+        except (PeerloomError, TimeoutError):
+            return -1
+        return int(status.counters.get(WAITS_FOR, -1.0))
 
     def _is_dead(self, record: PeerRecord) -> bool:
         at = self._dead.get(record.peer_id)

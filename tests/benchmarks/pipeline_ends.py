@@ -28,7 +28,6 @@ from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import NodeStatus, PeerRecord
 from tests.benchmarks.delaying_proxy import DelayingProxy
 
-
 WARM, COOL = 2, 2  # updates of a turn before and after those that are measured
 
 
@@ -51,7 +50,7 @@ class StageEnd:
         self.version = 0
         self.busy_s = 0.0
         self.driver: StageDriver | None = None
-        self.made = asyncio.Event()
+        self.made, self.moved = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> PeerRecord:
         """Starts worker and transport; returns the record to be dialled by."""
@@ -103,6 +102,7 @@ class StageEnd:
 
     def _trained(self, update: int, loss: float) -> None:
         self.version = update + 1
+        self.moved.set()
         if self.version == self._limit:
             self.made.set()
 
@@ -176,6 +176,7 @@ class StagePair:
     @staticmethod
     async def _until(end: StageEnd, version: int) -> None:
         while end.version < version:
-            await asyncio.sleep(0.001)
+            end.moved.clear()
+            await end.moved.wait()
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from peerloom.node.memory_stage_worker import MemoryStageWorker
+from peerloom.node.worker import messages
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec
-from tests.sim.swarm import Member, Plan, Swarm, play
+from tests.sim.swarm import Member, Plan, Swarm, identity, play
 
 STAGES = 4
 
@@ -152,6 +153,33 @@ def test_a_first_stage_that_moves_draws_no_microbatch_anew_that_counted(tmp_path
         await swarm.drain()
 
     play(plan(tmp_path), scenario)
+
+
+class Mute(MemoryStageWorker):
+    """Takes every microbatch of stage 1 and gives none back, in its node's first life."""
+
+    async def _forward(self, microbatch: Microbatch, version: int, update: int | None) -> messages.Ran:
+        if self._setup.stage == 1 and self._setup.peer_id == identity(1):
+            await asyncio.sleep(1e9)
+        return await super()._forward(microbatch, version, update)
+
+
+def test_a_stage_whose_host_answers_nothing_is_taken_from_it(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        for index in range(STAGES):
+            swarm.start(index, stage=index)
+        await swarm.until("all are hosted", lambda: hosted(swarm) == set(range(STAGES)))
+        spare = swarm.start(STAGES)
+        at = swarm.clock.monotonic()
+        await swarm.until("it trains after all", lambda: swarm.members[0].facts.step > 30, within_s=120.0)
+        assert swarm.clock.monotonic() - at > 20, "a slow answer is no crime at once"
+        assert (spare.facts.stage, spare.facts.stage_role) == (1, "hosts")
+        assert swarm.members[0].count("peers_left_alone") >= 1
+        await swarm.drain()
+
+    mute = plan(tmp_path, STAGES + 1, answer_s=10.0)
+    mute.worker = Mute
+    play(mute, scenario)
 
 
 def test_a_drained_pipeline_goes_on_where_it_was(tmp_path: Path) -> None:

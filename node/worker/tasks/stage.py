@@ -19,7 +19,7 @@ from torch.func import functional_call
 from peerloom.node import checkpoint
 from peerloom.node.seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
-from peerloom.node.worker.data import Batches, check_enough, prepare
+from peerloom.node.worker.data import Batches, check_enough, content_digest, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import init_digest, layout_digest
@@ -36,6 +36,7 @@ from peerloom.protocol.runspec import RunSpec, TrainSpec
 
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
+HALF = 32  # hex digits of the init digest that theta_0 fills; the text's digest fills the rest, where there is one
 
 Interrupted = Callable[[int], bool]
 
@@ -71,7 +72,7 @@ class StageTask:
         self._model = build_stage(spec, setup.stage).to(self._device)
         self._flat = FlatParameters(self._model.named_in_whole())
         self._width = self._model.config.hidden_size
-        self._init_digest, self._layout = init_digest(self._flat.flat), layout_digest(self._flat.layout())
+        self._init_digest, self._layout = init_digest(self._flat.flat)[:HALF], layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, stage_train(spec, setup.stage))
         began = self._phase("model", began)
         self._open_data(progress)
@@ -131,6 +132,7 @@ class StageTask:
             )
         self._shards = prepare(data, tokenizer, self._setup.cache_dir, progress)
         check_enough(self._shards, data, train.batch_size)
+        self._init_digest += content_digest(data, tokenizer, self._setup.cache_dir)[:HALF]
         size = (train.batch_size, data.sequence_length)
         self._held_out = Batches(self._shards.held_out, self._spec.seed, HELD_OUT, *size)
 

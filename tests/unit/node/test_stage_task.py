@@ -19,7 +19,6 @@ from peerloom.protocol.runspec import ModelSpec, RunSpec
 from tests.unit.node.stage_tasks import LANE, LocalPipeline, batches, open_stage, reference, stage_spec
 from tests.unit.node.tiny import write_text
 
-
 UPDATES = 50
 
 
