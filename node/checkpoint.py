@@ -18,6 +18,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,7 +26,7 @@ from blake3 import blake3
 from safetensors import SafetensorError
 
 from peerloom.node.durable import fsync_dir, fsync_file, is_full, remove, storage_errors
-from peerloom.protocol.errors import StorageError
+from peerloom.protocol.errors import MalformedMessage, StorageError
 
 KEEP = 3
 KEEP_ASIDE = 2  # damaged and stale ones together
@@ -49,6 +50,7 @@ class Meta:
     adam_steps: int  # inner steps since the moments were last fresh
     adopted_at: int | None = None  # step at which a donor's state was taken, while the rate warms up again
     held_out_loss: float | None = None
+    pipeline: dict[str, Any] | None = None  # stage, lane and ledger of a pipeline's stage, whose theta this is
     distances: list[float] = field(default_factory=list)  # to partners, behind the clip's median
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
@@ -66,6 +68,11 @@ class Checkpoint:
     previous: torch.Tensor
     optimizer: dict[str, torch.Tensor]
     params: torch.Tensor | None = None
+
+
+def stage_folder(run_dir: Path, stage: int) -> Path:
+    """Where a node keeps the checkpoints of a pipeline's stage, its own or another's."""
+    return run_dir / f"stage-{stage:03d}" / "checkpoints"
 
 
 class _Damaged(Exception):
@@ -159,6 +166,48 @@ def load(path: Path) -> Checkpoint:
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _Damaged(str(error)) from error
+
+
+def newest_files(folder: Path) -> tuple[int, list[Path]] | None:
+    """The newest checkpoint's number and files, the manifest last; None without one. Who reads them verifies them."""
+    for path in _rounds(folder):
+        files = [path / name for name in (*_FILES, "manifest.json")]
+        if all(file.is_file() for file in files):
+            return int(path.name.removeprefix("round-")), files
+    return None
+
+
+def incoming_folder(folder: Path) -> Path:
+    """An empty folder to write a peer's checkpoint to, for take_in(); raises StorageError."""
+    target = folder / f"{_TEMPORARY}incoming"
+    with storage_errors(f"the checkpoints in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove(target)
+        target.mkdir()
+    return target
+
+
+def take_in(folder: Path, incoming: Path, spec_hash: str, stage: int, *, keep: int = KEEP) -> Meta:
+    """Puts a stage's checkpoint that came from a peer among our own of the stage, as the newest.
+
+    Raises MalformedMessage for one that does not verify or is of something else, StorageError. `incoming` is gone then.
+    """
+    try:
+        try:
+            meta = load(incoming).meta
+        except _Damaged as error:
+            raise MalformedMessage(f"the copy of stage {stage} is damaged: {error}") from error
+        if meta.spec_hash != spec_hash or (meta.pipeline or {}).get("stage") != stage:
+            raise MalformedMessage(f"what came is no copy of stage {stage} of this run")
+        with storage_errors(f"the copy of stage {stage} in {folder}"):
+            for name in (*_FILES, "manifest.json"):
+                fsync_file(incoming / name)
+            target = folder / f"round-{meta.round:08d}"
+            _swap_in(incoming, target)
+            _retire_others(folder, target, keep)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+    return meta
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -56,7 +56,7 @@ def demo(
     flags: Flags,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Trainers to start.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.05, help="How long it runs, start included.")] = 3.0,
-    method: Annotated[str, typer.Option(help="How the nodes learn from each other: gasloc.")] = "gasloc",
+    method: Annotated[str, typer.Option(help="How the nodes learn from each other: gasloc or pipeline.")] = "gasloc",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
 ) -> int:
     """Run a real swarm of local processes and watch it learn."""
@@ -103,11 +103,22 @@ def export(
         str | None, typer.Option("--run-id", metavar="ID", help="Which run; needed when this home knows several.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    swarm: Annotated[
+        list[str] | None, typer.Option("--from", metavar="INVITE", help="Gather a live pipeline's stages.")
+    ] = None,
+    stages_from: Annotated[
+        list[Path] | None,
+        typer.Option("--stages-from", metavar="HOME", help="A home with stages of the run; may be repeated."),
+    ] = None,
 ) -> None:
     """Write the newest checkpoint as a Hugging Face folder."""
-    from peerloom.node.cli_files import export
+    from peerloom.node.cli_files import export, export_swarm
 
-    export(flags.config(quiet=True), out=out, run_id=run_id, force=force)
+    config = flags.config(quiet=True)
+    if swarm:
+        export_swarm(config, swarm, out=out, force=force)
+    else:
+        export(config, out=out, run_id=run_id, force=force, homes=stages_from or [])
 
 
 @command(run_app, "init", home=False)

@@ -19,13 +19,14 @@ from rich.text import Text
 from peerloom.node.config import load_config
 from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, run_demo
 from peerloom.node.failures import OK, UNEXPECTED
-from peerloom.node.specs import embedded_spec
+from peerloom.node.specs import demo_spec
 from peerloom.node.status import render, rows_of, summary, totals_of
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
 
-METHODS = ("gasloc",)
+METHODS = ("gasloc", "pipeline")
+SAID = {"gasloc": "trained, exchanged with one another and agree", "pipeline": "trained one model, a stage each"}
 WATCH_S = 1.0
 LINE_EVERY_S = 10.0  # where there is no terminal to redraw
 
@@ -37,8 +38,10 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
     folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
     console = Console()
     try:
-        plan = DemoPlan(folder=folder, nodes=nodes, seconds=seconds, method=method)
-        outcome = asyncio.run(_run(plan, console))
+        spec = demo_spec(method, nodes)
+        (folder / "run.toml").write_text(spec.canonical())
+        plan = DemoPlan(folder=folder, nodes=nodes, seconds=seconds, method=method, run_file=folder / "run.toml")
+        outcome = asyncio.run(_run(plan, spec, console))
     finally:
         if keep:
             console.print(f"Homes and logs of the nodes are in {folder}", soft_wrap=True)
@@ -50,13 +53,13 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
     return OK if outcome.interrupted or not outcome.failures else UNEXPECTED
 
 
-async def _run(plan: DemoPlan, console: Console) -> DemoOutcome:
+async def _run(plan: DemoPlan, spec: RunSpec, console: Console) -> DemoOutcome:
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
     try:
-        with _Screen(embedded_spec(), plan, console, interrupted) as screen:
+        with _Screen(spec, plan, console, interrupted) as screen:
             return await run_demo(plan, _observer(plan.folder), screen.show, interrupted)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,4 +143,4 @@ def _report(outcome: DemoOutcome, console: Console) -> None:
     for failure in [] if outcome.interrupted else outcome.failures:
         Console(stderr=True).print(f"peer: the demo failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.failures:
-        console.print("All nodes trained, exchanged with one another and agree.", style="green")
+        console.print(f"All nodes {SAID.get(outcome.method, SAID['gasloc'])}.", style="green")

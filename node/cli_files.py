@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peerloom.node.folders import Folders
 from peerloom.node.specs import TEMPLATE, load_spec
 from peerloom.protocol.errors import CheckpointError, ConfigError, SpecError, StorageError
 from peerloom.protocol.types import RunId
 
 if TYPE_CHECKING:
     from peerloom.node.config import NodeConfig
-    from peerloom.node.folders import Folders
+    from peerloom.node.export import Exported
 
 
 def write_template(path: Path, *, force: bool) -> None:
@@ -38,16 +41,37 @@ def check(path: Path) -> int:
     return 0
 
 
-def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool) -> None:
-    """Writes this home's newest checkpoint of a run to `out`; raises CheckpointError when there is none."""
+def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool, homes: list[Path]) -> None:
+    """Writes this home's newest checkpoint of a run to `out`, of a pipeline with the stages that `homes` have.
+
+    Raises CheckpointError when there is none, or a stage is missing.
+    """
     folders = config.folders
     run_dir = folders.run_dir(RunId(run_id)) if run_id else _only_run(folders)
     if not (run_dir / "run.toml").exists():
         raise CheckpointError(f"{run_dir} holds no run; pass the --home that trained it")
     spec = load_spec(run_dir / "run.toml")
     from peerloom.node.export import export as write
+    from peerloom.node.export import export_stages
 
-    written = write(run_dir, spec, out, force=force)
+    if spec.method == "pipeline":
+        run_dirs = [run_dir, *(Folders.of(home).run_dir(spec.run_id) for home in homes)]
+        _tell(export_stages(run_dirs, spec, out, force=force), out)
+    else:
+        _tell(write(run_dir, spec, out, force=force), out)
+
+
+def export_swarm(config: NodeConfig, invites: list[str], *, out: Path, force: bool) -> None:
+    """Writes the newest checkpoints that a live pipeline's nodes hand over to `out`."""
+    from peerloom.node.export import export_stages
+    from peerloom.node.gather import gather
+
+    with tempfile.TemporaryDirectory(prefix="peerloom-gather-") as folder:
+        spec = asyncio.run(gather(config, invites, Path(folder)))
+        _tell(export_stages([Path(folder)], spec, out, force=force), out)
+
+
+def _tell(written: Exported, out: Path) -> None:
     for note in written.notes:
         print(f"peer: {note}", file=sys.stderr)
     opener = f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"

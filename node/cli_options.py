@@ -78,6 +78,9 @@ def _node(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_NODE)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.", rich_help_panel=_NODE)] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="The pipeline's stage to host, from 0.", rich_help_panel=_NODE)
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Text to train on here, not the run's data.source.", rich_help_panel=_NODE)
     ] = None,

@@ -11,7 +11,7 @@ from rich.live import Live
 
 from peerloom.node.config import NodeConfig
 from peerloom.node.failures import OK
-from peerloom.node.status import LastHeard, health_of, render, rows_of, to_json
+from peerloom.node.status import LastHeard, health_of, missing_of, render, rows_of, to_json
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
@@ -80,4 +80,4 @@ class _Screen:
             self._live.update(render(spec, spec.run_id, rows))
         else:
             self._console.print(render(spec, spec.run_id, rows))
-        return health_of(rows)
+        return health_of(rows, missing_of(spec, rows))

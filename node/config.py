@@ -34,6 +34,7 @@ EXAMPLES = {  # of settings without a fixed default
     "home": '"/srv/peerloom"',
     "name": '"lab-7"',
     "metrics_port": "9464",
+    "stage": "2",
     "data": '"/srv/text"',
 }
 FLAGS = {"trust_paths", "relay", "port_mapping"}
@@ -96,6 +97,13 @@ class NodeConfig(BaseSettings):
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
+    )
+    stage: int | None = _setting(
+        None,
+        "the pipeline's stage to host; left out: the one with the fewest hosts",
+        "an integer from 0 to 255",
+        ge=0,
+        le=255,
     )
     max_upload: int = _setting(0, "bytes a second sent to peers at most; 0: no cap", _RATE, ge=0, le=10**12)
     max_download: int = _setting(0, "bytes a second received from peers at most; 0: no cap", _RATE, ge=0, le=10**12)

@@ -37,6 +37,7 @@ class NodeSettings:
     first_view_s: float = 10.0  # how long a joiner waits to see anybody at all
     expect_peers: bool = False  # joined by an invite: somebody must be there
     max_rounds: int | None = None  # stop after so many; None: train on
+    stage: int | None = None  # of a pipeline, to host whatever the others do; None: the least served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,7 @@ async def _run_node(
                 data_source=data_source,
                 device=config.device,
                 threads=config.threads,
+                stage=config.stage,
                 checkpoint_every_s=config.checkpoint_every_s,
                 keep_checkpoints=config.keep_checkpoints,
                 donor_patience_s=config.startup_timeout_s,

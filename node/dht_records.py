@@ -23,7 +23,7 @@ from peerloom.node.identity import Identity, verify
 from peerloom.node.specs import MAX_SIGNED_BYTES, SIGNATURE_CONTEXT
 from peerloom.protocol import checks, limits
 from peerloom.protocol.errors import MalformedMessage, ProtocolError
-from peerloom.protocol.types import NodeState, PeerId, PeerRecord, Reach, Role, RunId, SignedSpec
+from peerloom.protocol.types import NodeState, PeerId, PeerRecord, Reach, Role, RunId, SignedSpec, StageRole
 
 PEER_LIFE_S: Final = 30.0
 SPEC_LIFE_S: Final = 86_400.0
@@ -157,6 +157,8 @@ class _Record(_Model):
     state_hash: _Hex = ""
     messages: _Count = 0
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
+    stage: Annotated[int, Field(ge=-1, lt=limits.MAX_STAGES)] = -1
+    stage_role: StageRole = ""
 
 
 class _PeerBody(_Model):

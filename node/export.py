@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 
 from peerloom.node import checkpoint
 from peerloom.node.durable import storage_errors
+from peerloom.node.export_stages import newest_stages, write_stages
 from peerloom.protocol.errors import CheckpointError, RunMismatch, StorageError
 from peerloom.protocol.runspec import RunSpec
 
@@ -34,6 +36,8 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
     Raises CheckpointError without an intact checkpoint, RunMismatch when it is of another run, StorageError when
     `out_dir` is a file, or not empty without `force`, or the disk refuses.
     """
+    if spec.method == "pipeline":
+        return export_stages([run_dir], spec, out_dir, force=force)
     found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True)
     if found is None:
         why = "; ".join(notes) or "a node writes one as it trains and when it stops"
@@ -41,18 +45,35 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
     if found.meta.spec_hash != spec.spec_hash():
         raise RunMismatch(f"the checkpoints in {run_dir} belong to another run; export with that run's spec")
     _check_target(out_dir, force)
+    _put(out_dir, lambda folder: _write(found, spec, folder))
+    return Exported(out_dir, found.meta.round, found.meta.step, tuple(notes))
+
+
+def export_stages(run_dirs: list[Path], spec: RunSpec, out_dir: Path, *, force: bool = False) -> Exported:
+    """As export(), of a pipeline's run: the newest checkpoint of each stage from any of the folders.
+
+    Raises CheckpointError that names the stages of which there is none.
+    """
+    stages, notes = newest_stages(run_dirs, spec)
+    _check_target(out_dir, force)
+    _put(out_dir, lambda folder: write_stages(stages, spec, folder))
+    update = min(stage.meta.step for stage in stages)
+    return Exported(out_dir, update, update, tuple(notes))
+
+
+def _put(out_dir: Path, write: Callable[[Path], None]) -> None:
+    """Fills `out_dir` with what `write` makes, all of it or nothing."""
     with storage_errors(f"the export {out_dir}", SafetensorError):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
-            _write(found, spec, temporary)
+            write(temporary)
             _follow_umask(temporary)
             out_dir.mkdir(exist_ok=True)
             for file in temporary.iterdir():
                 os.replace(file, out_dir / file.name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # empty by now, unless something above failed
-    return Exported(out_dir, found.meta.round, found.meta.step, tuple(notes))
 
 
 def _check_target(out_dir: Path, force: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
-from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role
+from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, StageRole
 
 LONELY = 3  # rounds alone in a row from which status says so
 RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
@@ -46,6 +46,8 @@ class Facts:
     state_hash: str = ""  # SeedFlow's
     messages: int = 0
     accuracy: float | None = None
+    stage: int = -1
+    stage_role: StageRole = ""
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
@@ -130,6 +132,8 @@ class Facts:
             state_hash=self.state_hash,
             messages=self.messages,
             accuracy=self.accuracy,
+            stage=self.stage,
+            stage_role=self.stage_role,
         )
 
     def status(self) -> NodeStatus:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from peerloom.node.worker.pace import another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span
+
+A = TypeVar("A")
 
 NUMEL = 64
 ALIGNMENT = 4  # of fragments: the quadratic is small
@@ -193,6 +195,10 @@ class MemoryWorker:
     def _propose(self) -> None:
         self._exchanges.propose()
         self._exchanges.send(self._round)
+
+    async def ask(self, command: Any, answer: type[A]) -> A:
+        """Knows no method but GASLoC."""
+        raise NotImplementedError(f"no {type(command).__name__} here")
 
     async def interrupt(self) -> None:
         """Ends the local steps under way."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol, TypeVar
 
 from peerloom.node.context import Context
+from peerloom.node.pipeline_trainer import PipelineTrainer
 from peerloom.node.seams import MessageStream
 from peerloom.node.seedflow_trainer import SeedflowTrainer
 from peerloom.node.trainer import Trainer
@@ -51,4 +52,5 @@ class Life(Protocol):
 LIVES: dict[str, Callable[[Context, Any], Life]] = {  # the worker's port is the method's own
     "gasloc": Trainer,
     "seedflow": SeedflowTrainer,
+    "pipeline": PipelineTrainer,
 }

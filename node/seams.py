@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
@@ -18,6 +18,7 @@ from peerloom.protocol.services import Service
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec, Span
 
 M = TypeVar("M")
+A = TypeVar("A")
 
 
 class Clock(Protocol):
@@ -156,6 +157,7 @@ class WorkerSetup:
     keep_checkpoints: int = 3  # the newest ones
     device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
     threads: int = 0  # torch CPU threads; 0: torch's own choice
+    stage: int = 0  # of a pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,7 @@ class WorkerReady:
     note: str = ""
     sketch: tuple[float, ...] = ()
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
+    pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint.Meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +241,10 @@ class WorkerPort(Protocol):
         With overlap it may be called while the round before is at its exchange, and then waits for its finish(), at the
         latest before it proposes.
         """
+        ...
+
+    async def ask(self, command: Any, answer: type[A]) -> A:
+        """Carries out a command of the spec's method, of which `answer` is the answer's type."""
         ...
 
     async def interrupt(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def load_spec(path: Path) -> RunSpec:
 def embedded_spec() -> RunSpec:
     """The run that a node trains when it is given none."""
     return _parse(files("peerloom.node").joinpath("default_run.toml").read_text(encoding="utf-8"), "default_run.toml")
+
+
+def demo_spec(method: str, nodes: int) -> RunSpec:
+    """The embedded run for a method and a number of nodes; raises SpecError for a method that is none."""
+    plain = embedded_spec()
+    if method != "pipeline":
+        return replace(plain, method=method)  # type: ignore[arg-type]  # check() says if it is none
+    return replace(
+        plain,
+        name="stdlib-pipeline",
+        method="pipeline",
+        model=replace(plain.model, layers=max(plain.model.layers, nodes)),
+        train=replace(plain.train, optimizer="basis_rotated"),
+        pipeline=replace(plain.pipeline, stages=nodes),
+    )
 
 
 def sign_spec(spec: RunSpec, identity: Identity) -> SignedSpec:

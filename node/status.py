@@ -13,7 +13,9 @@ time; loss is held-out, in nats a token; null where nothing is known yet.
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
                 "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool,
-                "state_hash": str, "messages": int, "accuracy": float | null}]}
+                "state_hash": str, "messages": int, "accuracy": float | null, "stage": int | null,
+                "stage_role": "hosts" | "claims" | "stands_by" | ""}],
+     "pipeline": {"stages": int, "missing": [int]} | null}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
 committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
@@ -32,7 +34,7 @@ from peerloom.node.failures import DEGRADED, EMPTY, OK
 from peerloom.node.logs import short as short_id
 from peerloom.protocol.consensus import relative_distance
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import NodeStatus, PeerId, RunId
+from peerloom.protocol.types import NodeStatus, PeerId, RunId, StageRole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,6 +77,8 @@ class NodeRow:
     state_hash: str
     messages: int
     accuracy: float | None
+    stage: int | None = None
+    stage_role: StageRole = ""
 
     @property
     def trains(self) -> bool:
@@ -166,6 +170,8 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         state_hash=record.state_hash,
         messages=record.messages,
         accuracy=record.accuracy,
+        stage=record.stage if record.stage >= 0 else None,
+        stage_role=record.stage_role,
     )
 
 
@@ -188,12 +194,15 @@ def totals_of(rows: list[NodeRow]) -> Totals:
     )
 
 
-def health_of(rows: list[NodeRow]) -> int:
-    """The exit code of `peer status`: OK, DEGRADED (a node silent, a trainer not training) or EMPTY (no trainer)."""
+def health_of(rows: list[NodeRow], missing: list[int] | None = None) -> int:
+    """The exit code of `peer status`: OK, DEGRADED or EMPTY (no trainer).
+
+    Degraded is a swarm with a silent node, a trainer that does not train, or stages of a pipeline that are `missing`.
+    """
     trainers = [row for row in rows if row.role == "trainer"]
     if not trainers:
         return EMPTY
-    if any(row.silent_s is not None for row in rows) or not all(row.trains for row in trainers):
+    if missing or any(row.silent_s is not None for row in rows) or not all(row.trains for row in trainers):
         return DEGRADED
     return OK
 
@@ -203,11 +212,26 @@ def to_json(spec: RunSpec, run_id: RunId, rows: list[NodeRow], now: float) -> di
     return {
         "schema": SCHEMA,
         "at": now,
-        "health": HEALTH[health_of(rows)],
+        "health": HEALTH[health_of(rows, missing_of(spec, rows))],
         "run": {"id": run_id, "name": spec.name, "method": spec.method},
         "totals": asdict(totals_of(rows)),
         "nodes": [asdict(row) for row in rows],
+        "pipeline": _pipeline(spec, rows),
     }
+
+
+def missing_of(spec: RunSpec, rows: list[NodeRow]) -> list[int]:
+    """The stages of a pipeline that no node heard from hosts; none for other methods."""
+    if spec.method != "pipeline":
+        return []
+    hosted = {row.stage for row in rows if row.silent_s is None and row.stage_role == "hosts"}
+    return [stage for stage in range(spec.pipeline.stages) if stage not in hosted]
+
+
+def _pipeline(spec: RunSpec, rows: list[NodeRow]) -> dict[str, Any] | None:
+    if spec.method != "pipeline":
+        return None
+    return {"stages": spec.pipeline.stages, "missing": missing_of(spec, rows)}
 
 
 def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
@@ -216,8 +240,12 @@ def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
     from rich.text import Text
 
     head = Text.assemble((spec.name, "bold"), f"  run {run_id}  {spec.method}\n", summary(totals_of(rows)))
+    missing = missing_of(spec, rows)
+    if missing:
+        named = ", ".join(map(str, missing))
+        head.append(f"\nno host of stage {named} of {spec.pipeline.stages}: the run waits for one", "red")
     notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
-    return Group(head, Text(), _table(rows, _FLOODING if spec.method == "seedflow" else _GOSSIPING), *notes)
+    return Group(head, Text(), _table(rows, _COLUMNS[spec.method]), *notes)
 
 
 def summary(totals: Totals) -> str:
@@ -278,6 +306,14 @@ _GOSSIPING: dict[str, Callable[[NodeRow], str]] = {
     "partners": _of_trainers(lambda row: str(len(row.partners))),
     **_AGE,
 }
+_STAGES: dict[str, Callable[[NodeRow], str]] = {
+    "round": _of_trainers(lambda row: str(row.round)),
+    "loss": _loss,
+    "tok/s": _of_trainers(lambda row: short(row.tokens_per_s)),
+    **_TRAFFIC,
+    "stage": lambda row: _place(row),
+    **_AGE,
+}
 _FLOODING: dict[str, Callable[[NodeRow], str]] = {
     "step": _of_trainers(lambda row: str(row.step)),
     "loss": _loss,
@@ -288,9 +324,18 @@ _FLOODING: dict[str, Callable[[NodeRow], str]] = {
     **_AGE,
 }
 
+_COLUMNS = {"gasloc": _GOSSIPING, "seedflow": _FLOODING, "pipeline": _STAGES}
+
 
 def _label(row: NodeRow) -> str:
     return f"{short_id(row.peer_id)} {row.name}"
+
+
+def _place(row: NodeRow) -> str:
+    """What a pipeline's node does, where others have their partners."""
+    if row.stage is None or not row.stage_role:
+        return ""
+    return {"hosts": "", "claims": "claims ", "stands_by": "spare "}.get(row.stage_role, "") + str(row.stage)
 
 
 def _note(row: NodeRow) -> str:

@@ -90,7 +90,8 @@ class SwarmView:
 
         The turns of a round are none: they would store the record every two seconds.
         """
-        word = "running" if self._facts.state in RUNNING else self._facts.state
+        word: str = "running" if self._facts.state in RUNNING else self._facts.state
+        word = f"{word} {self._facts.stage_role} {self._facts.stage}"
         if word != self._told:
             self._told = word
             self._news.set()

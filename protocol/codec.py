@@ -36,7 +36,7 @@ from peerloom.protocol.messages import (
     StreamEnd,
     Withdraw,
 )
-from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, RunId
+from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, RunId, StageRole
 
 M = TypeVar("M", bound=Message)
 
@@ -48,15 +48,15 @@ _VARINT_BYTES = 9  # that hold 63 bits
 def encode_exchange(message: ExchangeMessage | StreamEnd) -> bytes:
     """One envelope of Gossip.Exchange."""
     if isinstance(message, Chunk):
-        return _written_chunk(message)
-    return _serialize(_exchange_envelope(message))
+        return written_chunk(message)
+    return serialize(_exchange_envelope(message))
 
 
 def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
     """The message in an envelope of Gossip.Exchange; a chunk's data may be a view of `data`."""
-    if (chunk := _read_chunk(data)) is not None:
+    if (chunk := read_chunk(data)) is not None:
         return chunk
-    envelope = _parse(gossip_pb2.ExchangeEnvelope, data)
+    envelope = parse(gossip_pb2.ExchangeEnvelope, data)
     match envelope.WhichOneof("message"):
         case "offer":
             return _offer(envelope.offer)
@@ -70,7 +70,7 @@ def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
             detail = checks.text("detail", envelope.decline.detail, limits.MAX_TEXT_CHARS)
             return Decline(cast(DeclineReason, reason), detail)
         case "chunk":
-            return _checked_chunk(envelope.chunk.offset, envelope.chunk.data)
+            return checked_chunk(envelope.chunk.offset, envelope.chunk.data)
         case "payload_end":
             return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.DIGEST_BYTES))
         case "commit":
@@ -90,7 +90,7 @@ def encode_state(message: StateMessage) -> bytes:
     if isinstance(message, StatePiece):
         limits.check_size("state piece", len(message.data), limits.CHUNK_BYTES)
         piece = state_pb2.StatePiece(index=message.index, data=message.data)
-        return _serialize(state_pb2.StateEnvelope(piece=piece))
+        return serialize(state_pb2.StateEnvelope(piece=piece))
     limits.check_number_of("pieces", len(message.piece_digests), limits.MAX_PIECES)
     manifest = state_pb2.StateManifest(
         snapshot=message.snapshot,
@@ -102,12 +102,12 @@ def encode_state(message: StateMessage) -> bytes:
         piece_digests=b"".join(message.piece_digests),
         held_out_loss=_finite_or_none(message.held_out_loss),
     )
-    return _serialize(state_pb2.StateEnvelope(manifest=manifest))
+    return serialize(state_pb2.StateEnvelope(manifest=manifest))
 
 
 def decode_state(data: bytes) -> StateMessage:
     """The message in an envelope of State.Fetch's answer."""
-    envelope = _parse(state_pb2.StateEnvelope, data)
+    envelope = parse(state_pb2.StateEnvelope, data)
     match envelope.WhichOneof("message"):
         case "manifest":
             return _manifest(envelope.manifest)
@@ -119,7 +119,7 @@ def decode_state(data: bytes) -> StateMessage:
 
 def encode_fetch_request(request: FetchRequest) -> bytes:
     """The request of State.Fetch."""
-    return _serialize(
+    return serialize(
         state_pb2.FetchRequest(
             layout=request.layout,
             snapshot=request.snapshot,
@@ -132,7 +132,7 @@ def encode_fetch_request(request: FetchRequest) -> bytes:
 
 def decode_fetch_request(data: bytes) -> FetchRequest:
     """The request of State.Fetch."""
-    request = _parse(state_pb2.FetchRequest, data)
+    request = parse(state_pb2.FetchRequest, data)
     return FetchRequest(
         checks.hex_text("layout digest", request.layout, limits.MAX_DIGEST_CHARS),
         checks.text("snapshot", request.snapshot, limits.MAX_SNAPSHOT_CHARS),
@@ -144,12 +144,12 @@ def decode_fetch_request(data: bytes) -> FetchRequest:
 
 def encode_record(record: PeerRecord) -> bytes:
     """A peer record; a loss that is not finite is left out, a reason is cut to one line."""
-    return _serialize(_record_message(record))
+    return serialize(_record_message(record))
 
 
 def decode_record(data: bytes) -> PeerRecord:
     """A peer record; its signature is the caller's business."""
-    return _record(_parse(common_pb2.PeerRecord, data))
+    return _record(parse(common_pb2.PeerRecord, data))
 
 
 def encode_status(status: NodeStatus) -> bytes:
@@ -158,12 +158,12 @@ def encode_status(status: NodeStatus) -> bytes:
     limits.check_number_of("counters", len(status.counters), limits.MAX_COUNTERS)
     counters = {name: value for name, value in status.counters.items() if math.isfinite(value)}
     partners: dict[str, int] = dict(status.partners.items())
-    return _serialize(peer_pb2.NodeStatus(record=_record_message(status.record), partners=partners, counters=counters))
+    return serialize(peer_pb2.NodeStatus(record=_record_message(status.record), partners=partners, counters=counters))
 
 
 def decode_status(data: bytes) -> NodeStatus:
     """The reply of Peer.Status."""
-    status = _parse(peer_pb2.NodeStatus, data)
+    status = parse(peer_pb2.NodeStatus, data)
     limits.check_number_of("partners", len(status.partners), limits.MAX_PARTNERS)
     limits.check_number_of("counters", len(status.counters), limits.MAX_COUNTERS)
     return NodeStatus(
@@ -183,12 +183,12 @@ def encode_hello(hello: Hello) -> bytes:
     """The request of Peer.Hello."""
     request = peer_pb2.HelloRequest(wall_time=hello.wall_s, challenge=hello.challenge)
     _put_claim(request, hello.claim)
-    return _serialize(request)
+    return serialize(request)
 
 
 def decode_hello(data: bytes) -> Hello:
     """The request of Peer.Hello."""
-    request = _parse(peer_pb2.HelloRequest, data, limits.MAX_HELLO_BYTES)
+    request = parse(peer_pb2.HelloRequest, data, limits.MAX_HELLO_BYTES)
     return Hello(
         claim=_claim(request),
         wall_s=checks.wall_time("wall time", request.wall_time),
@@ -200,12 +200,12 @@ def encode_hello_reply(reply: HelloReply) -> bytes:
     """The reply of Peer.Hello."""
     message = peer_pb2.HelloReply(wall_time=reply.wall_s, nonce=reply.nonce, signature=reply.signature)
     _put_claim(message, reply.claim)
-    return _serialize(message)
+    return serialize(message)
 
 
 def decode_hello_reply(data: bytes) -> HelloReply:
     """The reply of Peer.Hello."""
-    reply = _parse(peer_pb2.HelloReply, data, limits.MAX_HELLO_BYTES)
+    reply = parse(peer_pb2.HelloReply, data, limits.MAX_HELLO_BYTES)
     return HelloReply(
         claim=_claim(reply),
         wall_s=checks.wall_time("wall time", reply.wall_time),
@@ -216,12 +216,12 @@ def decode_hello_reply(data: bytes) -> HelloReply:
 
 def encode_prove(prove: Prove) -> bytes:
     """The request of Peer.Prove."""
-    return _serialize(peer_pb2.ProveRequest(peer_id=prove.peer_id, nonce=prove.nonce, signature=prove.signature))
+    return serialize(peer_pb2.ProveRequest(peer_id=prove.peer_id, nonce=prove.nonce, signature=prove.signature))
 
 
 def decode_prove(data: bytes) -> Prove:
     """The request of Peer.Prove."""
-    request = _parse(peer_pb2.ProveRequest, data, limits.MAX_HELLO_BYTES)
+    request = parse(peer_pb2.ProveRequest, data, limits.MAX_HELLO_BYTES)
     return Prove(
         peer_id=PeerId(checks.peer_id("peer id", request.peer_id)),
         nonce=checks.bounded("nonce", request.nonce, limits.MAX_NONCE_BYTES),
@@ -231,33 +231,33 @@ def decode_prove(data: bytes) -> Prove:
 
 def encode_token(token: bytes) -> bytes:
     """The reply of Peer.Prove."""
-    return _serialize(peer_pb2.ProveReply(token=token))
+    return serialize(peer_pb2.ProveReply(token=token))
 
 
 def decode_token(data: bytes) -> bytes:
     """The reply of Peer.Prove."""
-    reply = _parse(peer_pb2.ProveReply, data, limits.MAX_HELLO_BYTES)
+    reply = parse(peer_pb2.ProveReply, data, limits.MAX_HELLO_BYTES)
     return checks.octets("session token", reply.token, limits.TOKEN_BYTES)
 
 
 def encode_status_request() -> bytes:
     """The request of Peer.Status."""
-    return _serialize(peer_pb2.StatusRequest())
+    return serialize(peer_pb2.StatusRequest())
 
 
 def decode_status_request(data: bytes) -> None:
     """The request of Peer.Status."""
-    _parse(peer_pb2.StatusRequest, data, limits.MAX_HELLO_BYTES)
+    parse(peer_pb2.StatusRequest, data, limits.MAX_HELLO_BYTES)
 
 
 def encode_dial_back(request: DialBack) -> bytes:
     """The request of Peer.DialBack."""
-    return _serialize(peer_pb2.DialBackRequest(addresses=request.addresses, cert_der=request.cert_der))
+    return serialize(peer_pb2.DialBackRequest(addresses=request.addresses, cert_der=request.cert_der))
 
 
 def decode_dial_back(data: bytes) -> DialBack:
     """The request of Peer.DialBack."""
-    request = _parse(peer_pb2.DialBackRequest, data, limits.MAX_HELLO_BYTES)
+    request = parse(peer_pb2.DialBackRequest, data, limits.MAX_HELLO_BYTES)
     return DialBack(
         addresses=_dial_back_addresses(request.addresses),
         cert_der=checks.bounded("certificate", request.cert_der, limits.MAX_CERT_BYTES),
@@ -266,12 +266,12 @@ def decode_dial_back(data: bytes) -> DialBack:
 
 def encode_dialled_back(reached: tuple[str, ...]) -> bytes:
     """The reply of Peer.DialBack."""
-    return _serialize(peer_pb2.DialBackReply(reached=reached))
+    return serialize(peer_pb2.DialBackReply(reached=reached))
 
 
 def decode_dialled_back(data: bytes) -> tuple[str, ...]:
     """The reply of Peer.DialBack."""
-    return _dial_back_addresses(_parse(peer_pb2.DialBackReply, data, limits.MAX_HELLO_BYTES).reached)
+    return _dial_back_addresses(parse(peer_pb2.DialBackReply, data, limits.MAX_HELLO_BYTES).reached)
 
 
 def _dial_back_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
@@ -279,7 +279,8 @@ def _dial_back_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
     return tuple(checks.address(address) for address in addresses)
 
 
-def _parse(kind: type[M], data: bytes, limit: int = limits.MAX_MESSAGE_BYTES) -> M:
+def parse(kind: type[M], data: bytes, limit: int = limits.MAX_MESSAGE_BYTES) -> M:
+    """A message of a peer's; raises LimitExceeded or MalformedMessage."""
     limits.check_size(kind.DESCRIPTOR.name, len(data), limit)
     message = kind()
     try:
@@ -289,7 +290,8 @@ def _parse(kind: type[M], data: bytes, limit: int = limits.MAX_MESSAGE_BYTES) ->
     return message
 
 
-def _serialize(message: Message) -> bytes:
+def serialize(message: Message) -> bytes:
+    """Our own message; raises LimitExceeded."""
     data = message.SerializeToString()
     limits.check_size(message.DESCRIPTOR.name, len(data), limits.MAX_MESSAGE_BYTES)
     return data
@@ -299,7 +301,7 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _written_chunk(chunk: Chunk) -> bytes:
+def written_chunk(chunk: Chunk) -> bytes:
     """The envelope as protobuf writes it, byte for byte, with one copy of the data where its classes make four."""
     size = len(chunk.data)
     limits.check_size("chunk", size, limits.CHUNK_BYTES)
@@ -309,8 +311,8 @@ def _written_chunk(chunk: Chunk) -> bytes:
     return b"".join((_CHUNK, _varint(len(head) + size), head, chunk.data))
 
 
-def _read_chunk(data: bytes) -> Chunk | None:
-    """The chunk of an envelope laid out as `_written_chunk` does, uncopied; None for another, which protobuf reads."""
+def read_chunk(data: bytes) -> Chunk | None:
+    """The chunk of an envelope laid out as `written_chunk` does, uncopied; None for another, which protobuf reads."""
     if data[:1] != _CHUNK:
         return None
     size, at = _read_varint(data, 1)
@@ -322,10 +324,11 @@ def _read_chunk(data: bytes) -> Chunk | None:
     if data[at : at + 1] != _DATA:
         return None
     size, at = _read_varint(data, at + 1)
-    return _checked_chunk(offset, memoryview(data)[at:]) if size == len(data) - at else None
+    return checked_chunk(offset, memoryview(data)[at:]) if size == len(data) - at else None
 
 
-def _checked_chunk(offset: int, data: bytes | memoryview) -> Chunk:
+def checked_chunk(offset: int, data: bytes | memoryview) -> Chunk:
+    """A chunk of a peer's, within its limits."""
     offset = checks.whole("chunk offset", offset, limits.MAX_PAYLOAD_BYTES)
     return Chunk(offset, checks.bounded("chunk", data, limits.CHUNK_BYTES))
 
@@ -431,6 +434,7 @@ def _record_message(record: PeerRecord) -> common_pb2.PeerRecord:
     fields["loss"] = _finite_or_none(record.loss)
     fields["accuracy"] = _finite_or_none(record.accuracy)
     fields["sketch"] = checks.fit_sketch(record.sketch)
+    fields["stage"] = record.stage if record.stage >= 0 else None
     return common_pb2.PeerRecord(**fields)
 
 
@@ -470,6 +474,8 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         state_hash=checks.hex_text("state hash", record.state_hash, limits.MAX_DIGEST_CHARS),
         messages=checks.whole("messages", record.messages),
         accuracy=_optional_finite("accuracy", record, "accuracy"),
+        stage=checks.whole("stage", record.stage, limits.MAX_STAGES - 1) if record.HasField("stage") else -1,
+        stage_role=cast(StageRole, checks.one_of("stage role", record.stage_role, StageRole)),
     )
 
 

@@ -13,6 +13,7 @@ MAX_MESSAGE_BYTES = CHUNK_BYTES + ENVELOPE_BYTES  # bytes of any one message; gr
 MAX_HELLO_BYTES = 16 << 10  # bytes of a message from a peer that has not proven who it is
 MAX_PAYLOAD_BYTES = 1 << 40  # bytes an offer or a manifest may announce; nothing is ever allocated on its word
 MAX_FRAGMENTS = 64  # parts of the model in a spec
+MAX_STAGES = 256  # parts of a model in a pipeline
 MAX_LEGS = 4096  # exchanges of a fragment in a round: a complete graph has as many as nodes
 
 DIGEST_BYTES = 32  # BLAKE3 and SHA-256

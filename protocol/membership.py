@@ -29,6 +29,9 @@ FAULT_WEIGHTS = {
     "bad_exchange": 5.0,
     "bad_state": 5.0,
     "bad_manifest": 5.0,
+    "bad_stage_frame": 5.0,
+    "stage_flood": 5.0,
+    "stage_unanswered": 10.0,  # it took microbatches for minutes and gave none back: the run stood still for it
     WORSE_STATE: 10.0,  # handed over as the swarm's model: taking it on trust costs all that was trained
     "bad_piece": 10.0,  # the bytes it announced itself are not those it sent
 }

@@ -14,6 +14,7 @@ from typing import Literal
 from peerloom.protocol import spec_toml
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.spec_gasloc import GaslocSpec
+from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.spec_rules import Fault, choice, faults, number, text
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.spec_table import Table
@@ -121,7 +122,7 @@ class RunSpec(Table):
 
     name: str = text("stdlib-llama", "of the run, for people", slug=True)
     seed: int = number(1, 0, 2**63 - 1, "of theta_0, data order and pairing")
-    method: Literal["gasloc", "seedflow"] = choice("gasloc", "how nodes train together")
+    method: Literal["gasloc", "seedflow", "pipeline"] = choice("gasloc", "how nodes train together")
     token_budget: int = number(0, 0, 2**63 - 1, "tokens of the whole swarm after which the run is done; 0: none")
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
@@ -129,6 +130,7 @@ class RunSpec(Table):
     task: TaskSpec = field(default_factory=TaskSpec)
     gasloc: GaslocSpec = field(default_factory=GaslocSpec)
     seedflow: SeedflowSpec = field(default_factory=SeedflowSpec)
+    pipeline: PipelineSpec = field(default_factory=PipelineSpec)
 
     def cross(self) -> Iterator[Fault]:
         built, vocab = not self.model.path, self.model.vocab_size
@@ -146,6 +148,21 @@ class RunSpec(Table):
                 ("train.batch_size", "data.sequence_length"),
                 f"{self.train.batch_size}: must be at most {MAX_BATCH_TOKENS // self.data.sequence_length} "
                 f"with data.sequence_length = {self.data.sequence_length}",
+            )
+        if self.method == "pipeline":
+            yield from self._cross_pipeline()
+
+    def _cross_pipeline(self) -> Iterator[Fault]:
+        stages, parts = self.pipeline.stages, self.pipeline.microbatches
+        if not self.model.path and stages > self.model.layers:
+            yield Fault(
+                ("pipeline.stages", "model.layers", "method"),
+                f"{stages}: must be at most model.layers, which is {self.model.layers}",
+            )
+        if self.train.batch_size % parts:
+            yield Fault(
+                ("pipeline.microbatches", "train.batch_size", "method"),
+                f"{parts}: must divide train.batch_size, which is {self.train.batch_size}",
             )
 
     @classmethod

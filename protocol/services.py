@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from peerloom.protocol import codec, codec_flood
+from peerloom.protocol import codec, codec_flood, codec_stage
 from peerloom.protocol.codec_flood import FloodFrame
 from peerloom.protocol.messages import ExchangeMessage, StreamEnd
+from peerloom.protocol.stage_messages import StageMessage
 
 M = TypeVar("M")
 
@@ -34,4 +35,5 @@ EXCHANGE: Service[ExchangeMessage] = Service(
     "/peerloom.v1.Gossip/Exchange", codec.encode_exchange, codec.decode_exchange
 )
 FLOOD: Service[FloodFrame] = Service("/peerloom.v1.Flood/Push", codec_flood.encode_frame, codec_flood.decode_frame)
-SERVICES: tuple[Service[Any], ...] = (EXCHANGE, FLOOD)
+STAGE: Service[StageMessage] = Service("/peerloom.v1.Stage/Run", codec_stage.encode_stage, codec_stage.decode_stage)
+SERVICES: tuple[Service[Any], ...] = (EXCHANGE, FLOOD, STAGE)

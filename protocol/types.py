@@ -19,6 +19,7 @@ NodeState = Literal[
 ]
 Reach = Literal["unknown", "direct", "via"]  # not found out yet; can be dialled; is reached through others
 Encoding = Literal["fp32", "bf16", "int8"]
+StageRole = Literal["", "claims", "hosts", "stands_by"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class PeerRecord:
     state_hash: str = ""  # SeedFlow: hex, of all sums, as of `messages`
     messages: int = 0  # SeedFlow: how many the state counts, the sum of the version vector
     accuracy: float | None = None  # held-out, of a classification task
+    stage: int = -1  # of a pipeline, that it hosts, claims or stands by for; -1: none
+    stage_role: StageRole = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

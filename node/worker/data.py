@@ -60,6 +60,16 @@ def prepare(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path, progress: Pro
     return Shards(*(_map(target / f"{split}.bin", tokenizer.dtype) for split in _SPLITS))
 
 
+def content_digest(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> str:
+    """BLAKE3 in hex over what `prepare` left: equal where the tokens are; raises DataError when it is gone."""
+    manifest = cache_dir / _key(spec, tokenizer) / _MANIFEST
+    try:
+        files = json.loads(manifest.read_bytes())
+        return blake3(json.dumps([files[f"{split}.bin"] for split in _SPLITS], sort_keys=True).encode()).hexdigest()
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"cannot read the tokenized data {manifest.parent} ({error}); start again") from error
+
+
 def check_enough(shards: Shards, spec: DataSpec, batch: int) -> None:
     """Raises DataError when a split cannot fill a batch."""
     window = spec.sequence_length + 1

@@ -56,19 +56,23 @@ class InnerLoop:
 
     def step(self, windows: Tensor, rate: float) -> Tensor:
         """One optimizer step at `rate` (AdamW's; Muon's follows); returns the mean loss in nats a token, detached."""
+        self._model.train()
+        loss = self._loss(windows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.update(rate)
+        return loss.detach()
+
+    def update(self, rate: float) -> None:
+        """Steps with the gradients that lie in `.grad`, clipped, and clears them."""
         if self._adam is not None:
             _set_rate(self._adam, rate)
         if self._muon is not None:
             _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
-        self._model.train()
-        loss = self._loss(windows)
-        loss.backward()  # type: ignore[no-untyped-call]
         if self._train.clip_norm:
             nn.utils.clip_grad_norm_(self._parameters, self._train.clip_norm)
         for optimizer in self._optimizers():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
     def evaluate(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats a token, in eval mode, without a trace on the state."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.types import Span
 
 
@@ -73,7 +74,49 @@ class Stop:
     """End the process after the current step. Has no reply but the end of the pipe."""
 
 
-Command = Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A stage's forward pass, as `stage_effects.RunForward`: from the inbox, or from its own data; answered by Ran."""
+
+    microbatch: Microbatch
+    version: int
+    update: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A stage's backward pass from the gradient in the inbox; answered by Ran."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Train the stage's newest weights, as `stage_effects.RunUpdate`; answered by Ran."""
+
+    update: int
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStage:
+    """Write the stage's checkpoint; answered by its Path."""
+
+    ledger: dict[int, tuple[int, list[int]]]
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known."""
+
+    seconds: float
+    loss: float | None = None
+
+
+Command = (
+    Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop | Forward | Backward | Update | SaveStage
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,13 @@ def _from_sizes(spec: RunSpec) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(_config(spec))
+        return AutoModelForCausalLM.from_config(model_config(spec))
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise SpecError([f"model.architecture: {spec.model.architecture} cannot be built: {_first(error)}"]) from error
 
 
-def _config(spec: RunSpec) -> Any:
+def model_config(spec: RunSpec) -> Any:
+    """The transformers configuration of a model built from sizes; raises SpecError."""
     from transformers import AutoConfig
 
     model = spec.model

@@ -72,6 +72,10 @@ class WorkerProcess:
         self._round = round
         return await self._call(messages.Train(round, fragment), RoundTrained)
 
+    async def ask(self, command: messages.Command, answer: type[Answer]) -> Answer:
+        """Carries out a command of the spec's method."""
+        return await self._call(command, answer)
+
     async def interrupt(self) -> None:
         """Ends the local steps under way after the current one."""
         if self._child is not None:

@@ -71,6 +71,7 @@ class Plan:
     bandwidth: float | None = None
     checkpoint_every_s: float = 10.0
     donor_patience_s: float = 60.0
+    home: Path = NOWHERE  # of what workers leave on a real disk
 
 
 @dataclass(kw_only=True)
@@ -172,7 +173,7 @@ class Swarm:
         facts.changed = lambda: self._changed(member, view)
         member.context = Context(
             settings=NodeSettings(
-                run_dir=NOWHERE,
+                run_dir=plan.home / str(member.index),
                 cache_dir=NOWHERE,
                 checkpoint_every_s=plan.checkpoint_every_s,
                 donor_patience_s=plan.donor_patience_s,

@@ -33,6 +33,10 @@ class Task(Protocol):
 
 def open_task(setup: WorkerSetup, memory_fd: int, progress: Callable[[str, float], None]) -> Task:
     """The task of the spec's method; raises as the worker's start() does."""
+    if setup.spec.method == "pipeline":
+        from peerloom.node.worker.tasks.stage import StageTask
+
+        return StageTask(setup, memory_fd, progress)
     from peerloom.node.worker.tasks.gasloc import GaslocTask  # one method's imports do not delay another's
 
     return GaslocTask(setup, memory_fd, progress)

@@ -69,7 +69,7 @@ class GaslocTask:
         self._clock = clock
         self._last_batches = 0
         self.phases: dict[str, float] = {}
-        self._device = _device(setup)
+        self._device = chosen_device(setup)
         since = clock()
         progress("model", 0.0)
         model = build_model(self._spec)
@@ -361,7 +361,7 @@ class GaslocTask:
             adopted_at=at.adopted_at,
             held_out_loss=at.held_out_loss,
             distances=self._exchanges.distances(),
-            versions=_versions(),
+            versions=library_versions(),
         )
         return checkpoint.save(
             self._folder,
@@ -389,7 +389,8 @@ class GaslocTask:
             self._host_theta[span].copy_(self._method.theta[span])
 
 
-def _device(setup: WorkerSetup) -> torch.device:
+def chosen_device(setup: WorkerSetup) -> torch.device:
+    """The device that a setup names, and its CPU threads set; raises ConfigError."""
     if setup.threads:
         torch.set_num_threads(setup.threads)
     if setup.device == "auto":
@@ -407,6 +408,7 @@ def _device(setup: WorkerSetup) -> torch.device:
     return device
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """What made a checkpoint."""
     names = ("peerloom", "torch", "transformers", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}

@@ -65,6 +65,7 @@ BAD = [
     ("device", "gpu"),
     ("device", "cuda:"),
     ("threads", -1),
+    ("stage", 256),
     ("max_upload", 1),
     ("max_upload", -5),
     ("max_download", 65_535),

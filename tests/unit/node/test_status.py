@@ -11,7 +11,8 @@ from rich.console import Console
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
 from peerloom.node.status import LastHeard, health_of, render, rows_of, short, summary, to_json, totals_of
-from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.runspec import ModelSpec, RunSpec
+from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
 NOW = 1_700_000_000.0
@@ -159,8 +160,11 @@ def test_json_is_the_documented_schema() -> None:
                 "state_hash": "",
                 "messages": 0,
                 "accuracy": None,
+                "stage": None,
+                "stage_role": "",
             }
         ],
+        "pipeline": None,
     }
 
 
@@ -200,3 +204,23 @@ def test_the_header_names_the_distance_of_the_trainers_that_are_heard() -> None:
     assert totals.consensus_distance == pytest.approx((2 / 34) ** 0.5)
     assert "consensus distance 0.24" in summary(totals)
     assert "consensus" not in summary(totals_of(rows_of(near[:1], NOW)))
+
+
+def test_a_pipeline_says_which_stages_have_no_host() -> None:
+    spec = RunSpec(method="pipeline", model=ModelSpec(layers=4), pipeline=PipelineSpec(stages=4))
+    rows = rows_of(
+        [
+            status("a", stage=0, stage_role="hosts"),
+            status("b", stage=1, stage_role="stands_by", state="seeking"),
+            status("c", stage=2, stage_role="hosts", age_s=20),
+            status("d", stage=3, stage_role="hosts"),
+        ],
+        NOW,
+    )
+    told = to_json(spec, spec.run_id, rows, NOW)
+    assert (told["pipeline"], told["health"]) == ({"stages": 4, "missing": [1, 2]}, "degraded")
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(spec, spec.run_id, rows))
+    text = console.export_text()
+    assert "no host of stage 1, 2 of 4: the run waits for one" in text
+    assert "spare 1" in text and "stage" in text and "partners" not in text

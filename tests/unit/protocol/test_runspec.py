@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
+from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.spec_task import TaskSpec
@@ -237,7 +238,8 @@ TIED: dict[type, tuple[str, ...]] = {
     ),
     TaskSpec: ("template", "labels", "label_words"),
     SeedflowSpec: ("max_steps", "scalar_bound", "fraction_bits", "period", "rate_burst", "flush_steps", "trainable"),
-    RunSpec: ("model", "data", "train", "task"),
+    PipelineSpec: ("heartbeat_s", "dead_after_s"),
+    RunSpec: ("model", "data", "train", "task", "method"),
 }
 
 

@@ -1,0 +1,494 @@
+"""One life of a pipeline's node: find a stage, get its state, host it between its neighbours; or stand by for one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from peerloom.node.context import Context
+from peerloom.node.logs import short
+from peerloom.node.place import Drained
+from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.stage_driver import StageDriver, StageReports
+from peerloom.node.stage_keeping import StageKeeping
+from peerloom.node.stage_link import Stream, TensorForm
+from peerloom.node.stage_view import WAITS_FOR, StageView
+from peerloom.protocol import stage_events as events
+from peerloom.protocol.errors import (
+    DataError,
+    LinkError,
+    MalformedMessage,
+    PeerError,
+    PeerloomError,
+    ProtocolError,
+    StorageError,
+)
+from peerloom.protocol.ledger import Ledger
+from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.placement import Place, choose_place
+from peerloom.protocol.services import STAGE, Service
+from peerloom.protocol.stage_messages import StageOpen, StageOpened
+from peerloom.protocol.stages import StageMachine
+from peerloom.protocol.types import PeerId, PeerRecord, StageRole
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+TICK_S = 1.0
+SETTLE_S = 3.0  # a claim that stood so long beside the others' is work
+OPENING_S = 10.0  # a peer that opens a stream and says nothing is cut off
+COPY_RETRY_S = 2.0
+DRAIN_SAVE_S = 7.0  # of the 10 s that a stop may take
+TEXT_FROM = 32  # where in an init digest the text's begins
+LINGER_S = 30.0  # how long a stage that is done answers those that are not
+
+
+def lane_of(peer: PeerId) -> int:
+    """The lane of a first-stage node that starts afresh: its own, so that no two draw the same microbatches."""
+    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:6], "big")
+
+
+class PipelineTrainer:
+    """Drives one worker from its start to its end; raises WorkerDied or Drained."""
+
+    def __init__(self, context: Context, worker: WorkerPort) -> None:
+        self._context, self._worker = context, worker
+        self._facts, self._clock = context.facts, context.clock
+        self._spec = context.spec.pipeline
+        self._view = StageView(context)
+        self._keeping = StageKeeping(context, self._view)
+        self._driver: StageDriver | None = None
+        self._connecting: dict[PeerId, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._saved = asyncio.Event()
+        self._save_at = 0.0
+        self._rate_from = (0.0, 0)
+        self.rounds = 0  # updates made in this life
+
+    # what the node calls
+
+    async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
+        """Runs a stream that a peer opened; raises LinkError while it cannot."""
+        if service is not STAGE:
+            raise LinkError("this run serves no such stream")
+        await self._serve(cast(Stream, stream))
+
+    def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        """Raises LinkError: no node of a pipeline holds the model."""
+        raise LinkError("no node of a pipeline holds the model; its stages are fetched over Stage.Run")
+
+    async def interrupt(self) -> None:
+        """Begins no more microbatches, and saves."""
+        if self._driver is not None:
+            self._driver.feed(events.DrainStarted())
+            self._driver.feed(events.SaveWanted())
+        self._news.set()
+
+    def kill(self) -> None:
+        """Ends the worker by force: run() raises WorkerDied."""
+        self._worker.kill()
+
+    def peers_changed(self) -> None:
+        """The live view is another one."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """The whole life: returns when drained, or when the run's updates are made, with a checkpoint written."""
+        try:
+            await self._unless_draining(self._find_stage())
+            stage = self._facts.stage
+            await self._unless_draining(self._obtain_state(stage))
+            ready = await self._unless_draining(self._worker.start(self._setup(stage), self._progress))
+            self._context.phases.mark("worker")
+            await self._host(stage, ready)
+        finally:
+            self._driver = None
+            connecting = list(self._connecting.values())
+            for task in connecting:
+                task.cancel()
+            await asyncio.gather(*connecting, return_exceptions=True)
+            self._take("", -1)
+            await self._worker.stop()
+
+    # finding a stage
+
+    async def _find_stage(self) -> None:
+        """Claims a stage, or stands by until one needs this node."""
+        context = self._context
+        if context.settings.expect_peers:
+            await context.view.wait_for_anybody(context.settings.first_view_s)
+        stood_since, reason = self._clock.monotonic(), ""
+        progress = (-1, self._clock.monotonic())  # of the stage that this node stands by for
+        while True:
+            place = self._choose()
+            if place.role == "stands_by":
+                progress = self._progress_of(place.stage, progress)
+                if self._clock.monotonic() - progress[1] > 2 * self._spec.answer_s:
+                    place = await self._join_stuck(place)
+            if place.reason != reason:
+                log.info("%s", place.reason)
+            reason = place.reason
+            role: StageRole = "claims" if place.role == "hosts" else place.role
+            if self._facts.stage_role == "stands_by" and place.role == "hosts":
+                log.warning("taking over stage %d", place.stage)
+                self._facts.count("stages_taken_over")
+                self._take("hosts", place.stage)
+                return
+            if (role, place.stage) != (self._facts.stage_role, self._facts.stage):
+                self._take(role, place.stage)
+                stood_since = self._clock.monotonic()
+            self._facts.enter("seeking", place.reason)
+            if role == "claims" and self._clock.monotonic() - stood_since >= SETTLE_S:
+                self._take("hosts", place.stage)
+                return
+            await self._wait(TICK_S)
+            await context.view.refresh()
+
+    def _progress_of(self, stage: int, before: tuple[int, float]) -> tuple[int, float]:
+        """The newest update of a stage, and since when; a stage that waits for one without a host does not count."""
+        update = max((record.step for record in self._view.hosts(stage)), default=-1)
+        if update != before[0] or self._view.missing():
+            return update, self._clock.monotonic()
+        return before
+
+    async def _join_stuck(self, place: Place) -> Place:
+        """The run stands still though every stage has a host: joins the one that the stage before it waits for.
+
+        A stage that has been given up waits for the one before it in turn, so that is no sign.
+        """
+        hosts = [record for record in self._view.records() if record.stage_role == "hosts"]
+        stuck = Counter([r.stage + 1 for r in hosts if await self._view.waits_for(r) == r.stage + 1])
+        stages = [stage for stage in stuck if stage < self._spec.stages]
+        if not stages:
+            return place
+        stage = min(stages, key=lambda stage: (-stuck[stage], stage))
+        return Place(stage, "hosts", f"stage {stage} stands still under its host")
+
+    def _choose(self) -> Place:
+        return choose_place(
+            self._view.own(),
+            self._view.claims(),
+            self._spec.stages,
+            standbys=self._spec.standbys,
+            wanted=self._context.settings.stage,
+            held=self._keeping.held(),
+        )
+
+    def _take(self, role: StageRole, stage: int) -> None:
+        self._facts.stage_role, self._facts.stage = role, stage
+        self._facts.changed()
+
+    async def _wait(self, seconds: float) -> None:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    async def _obtain_state(self, stage: int) -> None:
+        """Has the newest copy of the stage on the disk, if anybody has one; waits for one while others have trained."""
+        give_up_at = self._clock.monotonic() + self._context.settings.donor_patience_s
+        while await self._keeping.obtain(stage) is None:
+            trained = max((record.step for record in self._view.records()), default=0)
+            if trained <= self._spec.backup_every:
+                return  # so little is lost with it
+            if self._clock.monotonic() >= give_up_at:
+                log.warning("no copy of stage %d is left: it begins anew among stages of update %d", stage, trained)
+                return
+            self._facts.enter("fetching", f"waiting for a copy of stage {stage}, which others trained to {trained}")
+            await asyncio.sleep(COPY_RETRY_S)
+            await self._context.view.refresh()
+
+    def _setup(self, stage: int) -> WorkerSetup:
+        settings = self._context.settings
+        return WorkerSetup(
+            spec=self._context.spec,
+            peer_id=self._facts.peer_id,
+            run_dir=settings.run_dir,
+            cache_dir=settings.cache_dir,
+            data_source=settings.data_source,
+            keep_checkpoints=settings.keep_checkpoints,
+            device=settings.device,
+            threads=settings.threads,
+            stage=stage,
+        )
+
+    def _progress(self, what: str, share: float) -> None:
+        if what == FIRST_STEP:
+            self._context.phases.mark(FIRST_STEP)
+            self._context.journal.write("first_step")
+        else:
+            self._context.progress(what, share)
+
+    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
+        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
+        try:
+            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Drained
+        finally:
+            working.cancel()
+            draining.cancel()
+            await asyncio.gather(working, draining, return_exceptions=True)
+
+    # hosting it
+
+    def _new_driver(self, stage: int, ready: WorkerReady) -> StageDriver:
+        spec, state = self._context.spec, ready.pipeline or {}
+        lane = int(state.get("lane", lane_of(self._facts.peer_id)))
+        ledger = Ledger({lane: (below, ahead) for lane, below, ahead in state.get("ledger", [])})
+        machine = StageMachine(
+            self._spec,
+            stage,
+            first_version=ready.step,
+            ledger=ledger,
+            lane=lane,
+            held_out=spec.train.eval_batches * self._spec.microbatches,
+            limit=self._limit(),
+        )
+        reports = StageReports(
+            count=self._facts.count,
+            score=self._context.view.score,
+            trained=self._trained,
+            evaluated=self._evaluated,
+            saved=self._note_save,
+        )
+        form = TensorForm.of(spec, ready.payload_bytes)
+        return StageDriver(machine, self._worker, self._clock, spec, form, reports, lane)
+
+    def _limit(self) -> int | None:
+        """The updates after which the run is done."""
+        spec, most = self._context.spec, self._context.settings.max_rounds
+        if not spec.token_budget:
+            return most
+        updates = -(-spec.token_budget // (spec.train.batch_size * spec.data.sequence_length))
+        return updates if most is None else min(updates, most)
+
+    async def _host(self, stage: int, ready: WorkerReady) -> None:
+        facts, context = self._facts, self._context
+        if ready.note:
+            log.warning("%s", ready.note)
+        facts.init_digest = ready.init_digest
+        facts.round = facts.step = ready.step
+        facts.tokens, facts.loss = ready.tokens, ready.held_out_loss
+        self._save_at = self._clock.monotonic() + context.settings.checkpoint_every_s
+        self._rate_from = (self._clock.monotonic(), ready.step)
+        driver = self._driver = self._new_driver(stage, ready)
+        context.journal.write("hosting", stage=stage, update=ready.step, resumed=ready.resumed)
+        context.phases.mark("place in the swarm")
+        jobs = [
+            asyncio.create_task(job, name=f"stage-{name}")
+            for name, job in (
+                ("driver", driver.run()),
+                ("keeping", self._keeping.run(stage)),
+                ("life", self._live(driver)),
+            )
+        ]
+        try:
+            ended, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in jobs:
+                if job in ended:
+                    job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+
+    async def _live(self, driver: StageDriver) -> None:
+        """Looks after neighbours, checkpoints and the end; returns at the end, with all saved."""
+        limit, draining = self._limit(), self._context.draining
+        while not draining.is_set() and not (limit is not None and driver.machine.applied >= limit):
+            driver.feed(events.Ticked())
+            await self._look_after(driver)
+            await self._wait(TICK_S)
+        if draining.is_set():
+            driver.feed(events.DrainStarted())
+        self._saved.clear()
+        driver.feed(events.SaveWanted())
+        try:
+            async with asyncio.timeout(DRAIN_SAVE_S if draining.is_set() else None):
+                await self._saved.wait()
+        except TimeoutError:
+            log.warning("the last checkpoint was not written in time; an older one stands")
+        if not draining.is_set():
+            await self._linger(driver, limit or 0)
+
+    async def _linger(self, driver: StageDriver, limit: int) -> None:
+        """Answers the stages before this one until they are done too."""
+        self._facts.enter("done", "the run's updates are made")
+        until = self._clock.monotonic() + LINGER_S
+        while self._clock.monotonic() < until and not self._context.draining.is_set():
+            if all(record.step >= limit or record.state == "done" for record in self._view.records()):
+                return
+            driver.feed(events.Ticked())
+            await self._wait(TICK_S)
+            await self._context.view.refresh()
+
+    async def _look_after(self, driver: StageDriver) -> None:
+        facts, missing = self._facts, self._view.missing()
+        waiting = driver.machine.waiting_for
+        facts.counters[WAITS_FOR] = float(-1 if waiting is None else waiting)
+        if missing:
+            named = ", ".join(map(str, missing))
+            many = len(missing) > 1
+            facts.enter("seeking", f"stage{'s' * many} {named} {'have' if many else 'has'} no host; the run waits")
+        elif waiting is not None:
+            facts.enter("seeking", f"waiting for the link with stage {waiting}")
+        else:
+            facts.enter("training")
+        if missing or waiting is not None:
+            await self._context.view.refresh()
+        self._refuse_other_text(driver.machine.stage)
+        facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
+        self._connect(driver)
+        if self._clock.monotonic() >= self._save_at:
+            driver.feed(events.SaveWanted())
+            self._save_at = self._clock.monotonic() + self._context.settings.checkpoint_every_s
+        self._measure_rate(driver)
+        facts.changed()
+
+    def _refuse_other_text(self, stage: int) -> None:
+        """Raises DataError on the last stage when its tokens are not the first stage's, whose labels they are to be."""
+        if stage == 0 or stage < self._spec.stages - 1:
+            return
+        own = self._facts.init_digest[TEXT_FROM:]
+        for record in self._view.hosts(0):
+            theirs = record.init_digest[TEXT_FROM:]
+            if theirs and own and theirs != own:
+                raise DataError(
+                    f"the text here is not that of {record.name}, which hosts the first stage; give both ends the same "
+                    'with --data (the text "stdlib" is that of one Python version), or host another stage with --stage'
+                )
+
+    def _measure_rate(self, driver: StageDriver) -> None:
+        """Tokens a second, told by the first stage alone: the swarm's sum is then the run's."""
+        since, updates = self._rate_from
+        elapsed, made = self._clock.monotonic() - since, driver.machine.applied - updates
+        if elapsed < 5 * TICK_S:
+            return
+        self._rate_from = (self._clock.monotonic(), driver.machine.applied)
+        if driver.machine.stage == 0:
+            self._facts.tokens_per_s = made * self._tokens_an_update / elapsed
+
+    @property
+    def _tokens_an_update(self) -> int:
+        return self._context.spec.train.batch_size * self._context.spec.data.sequence_length
+
+    # neighbours
+
+    def _connect(self, driver: StageDriver) -> None:
+        """Opens a link to each node of the next stage that has none."""
+        for peer, task in list(self._connecting.items()):
+            if task.done():
+                del self._connecting[peer]
+        for record in self._view.hosts(driver.machine.stage + 1):
+            if record.peer_id not in driver.downstream and record.peer_id not in self._connecting:
+                task = asyncio.create_task(self._link(driver, record), name=f"stage-link-{short(record.peer_id)}")
+                self._connecting[record.peer_id] = task
+
+    async def _link(self, driver: StageDriver, record: PeerRecord) -> None:
+        """One link to a node of the next stage, from its opening to its end."""
+        stage = driver.machine.stage + 1
+        try:
+            stream = await self._context.transport.open(record, STAGE)
+        except PeerloomError as error:
+            log.info("no link with %s of stage %d: %s", short(record.peer_id), stage, error)
+            await self._view.check(record.peer_id)
+            await asyncio.sleep(TICK_S)
+            return
+        try:
+            await stream.send(StageOpen("run", stage))
+            async with asyncio.timeout(OPENING_S):
+                answer = await stream.receive()
+            if not isinstance(answer, StageOpened):
+                raise MalformedMessage("the next stage did not take the link")
+            log.info("linked with %s of stage %d", short(record.peer_id), stage)
+            self._news.set()
+            await driver.serve_downstream(stream)
+        except (PeerError, TimeoutError) as error:
+            log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
+        finally:
+            await stream.close()
+        await self._view.check(record.peer_id)
+        await asyncio.sleep(TICK_S)  # before the next attempt
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(OPENING_S):
+                opening = await stream.receive()
+        except TimeoutError:
+            raise LinkError(f"nothing came for {OPENING_S:.0f} s") from None
+        if opening is None:
+            return
+        if not isinstance(opening, StageOpen):
+            self._context.view.score(stream.peer, "bad_stage_frame")
+            raise MalformedMessage("a stream of a stage opens with what it is for")
+        await self._serve_purpose(stream, opening)
+
+    async def _serve_purpose(self, stream: Stream, opening: StageOpen) -> None:
+        if opening.stage >= self._spec.stages:
+            raise MalformedMessage(f"this run has {self._spec.stages} stages, from 0")
+        match opening.purpose:
+            case "keep":
+                try:
+                    await self._keeping.serve_keep(stream, opening.stage)
+                except ProtocolError:
+                    self._context.view.score(stream.peer, "bad_state")
+                    raise
+            case "fetch":
+                await self._keeping.serve_fetch(stream, opening.stage)
+            case "run":
+                await self._serve_run(stream, opening.stage)
+
+    async def _serve_run(self, stream: Stream, stage: int) -> None:
+        driver = self._driver
+        if driver is None or driver.machine.stage != stage or stage == 0:
+            raise LinkError(f"this node does not host stage {stage} now")
+        try:
+            await driver.serve_upstream(stream)
+        finally:
+            self._news.set()
+
+    # reports
+
+    def _trained(self, update: int, loss: float) -> None:
+        facts = self._facts
+        self.rounds += 1
+        facts.round = facts.step = update + 1
+        if facts.stage == 0:
+            facts.tokens = facts.step * self._tokens_an_update
+        facts.count("updates")
+        facts.counters["train_loss"] = loss
+        self._context.journal.write("update", stage=facts.stage, update=update, loss=loss)
+        if facts.step % self._spec.backup_every == 0 and self._driver is not None:
+            self._driver.feed(events.SaveWanted())
+        if self._limit() == facts.step:
+            self._news.set()
+
+    def _evaluated(self, loss: float) -> None:
+        self._facts.loss = loss
+        self._context.journal.write("evaluated", stage=self._facts.stage, update=self._facts.step, held_out_loss=loss)
+        log.info("update %d: held-out loss %.3f", self._facts.step, loss)
+        self._facts.changed()
+
+    def _note_save(self, outcome: Path | StorageError) -> None:
+        facts = self._facts
+        self._saved.set()
+        if isinstance(outcome, StorageError):
+            facts.count("checkpoints_failed")
+            facts.warning = f"no checkpoint since update {facts.step}: {outcome}"
+            log.error("no checkpoint written, training goes on: %s", outcome)
+            return
+        facts.count("checkpoints_written")
+        facts.warning = ""
+        log.info("checkpoint written: %s", outcome)
+        self._keeping.saved()

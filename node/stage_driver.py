@@ -1,0 +1,256 @@
+"""Performs a stage machine's effects on a worker and on links to the neighbouring stages; it decides nothing.
+
+One command at a time runs in the worker. The driver holds the bytes that travel: what came and waits to be computed,
+what was sent and has no answer yet, and the last answers, which may be asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerloom.node.logs import short
+from peerloom.node.seams import Clock, WorkerPort
+from peerloom.node.stage_link import StageLink, Stream, TensorForm
+from peerloom.node.worker import messages
+from peerloom.protocol import stage_effects as effects
+from peerloom.protocol import stage_events as events
+from peerloom.protocol.errors import LinkError, MalformedMessage, ProtocolError, StorageError
+from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.stage_effects import StageEffect
+from peerloom.protocol.stage_events import StageEvent
+from peerloom.protocol.stage_messages import Activation, Credit, Gradient, Score, StageOpened
+from peerloom.protocol.stages import MAX_UPSTREAM, StageMachine
+from peerloom.protocol.types import PeerId
+
+log = logging.getLogger(__name__)
+
+BAD_FRAME = "bad_stage_frame"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReports:
+    """Who is told what the stage did."""
+
+    count: Callable[[str, float], None]
+    score: Callable[[PeerId, str], None]
+    trained: Callable[[int, float], None]  # update, mean loss of its microbatches
+    evaluated: Callable[[float], None]
+    saved: Callable[[Path | StorageError], None]
+
+
+class StageDriver:
+    """Drives one StageMachine; `lane` stands in the checkpoints of a first stage."""
+
+    def __init__(
+        self,
+        machine: StageMachine,
+        worker: WorkerPort,
+        clock: Clock,
+        spec: RunSpec,
+        form: TensorForm,
+        reports: StageReports,
+        lane: int = 0,
+    ) -> None:
+        self.machine = machine
+        self.answered: Counter[PeerId] = Counter()  # microbatches exchanged with each neighbour
+        self._worker, self._clock, self._spec, self._form = worker, clock, spec, form
+        self._reports, self._lane = reports, lane
+        self._first, self._last = machine.stage == 0, machine.stage == spec.pipeline.stages - 1
+        self._up: dict[PeerId, StageLink] = {}
+        self._down: dict[PeerId, StageLink] = {}
+        self._given: dict[Microbatch, bytearray] = {}
+        self._made: dict[Microbatch, bytes] = {}
+        self._gradients: dict[Microbatch, bytearray] = {}
+        self._answers: dict[Microbatch, bytes] = {}
+        self._work: asyncio.Queue[tuple[StageEffect, bytearray | None]] = asyncio.Queue()
+        self._pending: deque[StageEvent] = deque()
+        self._handling = False
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def downstream(self) -> frozenset[PeerId]:
+        """The nodes of the next stage that are linked."""
+        return frozenset(self._down)
+
+    async def run(self) -> None:
+        """Works until cancelled; raises WorkerDied, or what a bug of ours raised elsewhere."""
+        self.feed(events.Ticked())
+        working = asyncio.create_task(self._working(), name="stage-work")
+        try:
+            await asyncio.wait((working, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (working, self._failed):
+                if ended.done():
+                    ended.result()
+        finally:
+            working.cancel()
+            self._failed.cancel()
+            await asyncio.gather(working, self._failed, return_exceptions=True)
+            for link in (*self._up.values(), *self._down.values()):
+                link.cut(LinkError("this node no longer hosts the stage"))
+
+    def feed(self, event: StageEvent) -> None:
+        """Gives the machine an event and performs what it asks for, in order."""
+        self._pending.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._pending:
+                for effect in self.machine.handle(self._pending.popleft(), self._clock.monotonic()):
+                    self._perform(effect)
+        except Exception as error:  # a bug of ours, in a link's task: the stage must not stand still over it
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise
+        finally:
+            self._handling = False
+
+    # links
+
+    async def serve_upstream(self, stream: Stream) -> None:
+        """Runs the link that a node of the stage before opened, to its end; raises what ended it."""
+        if len(self._up) >= MAX_UPSTREAM and stream.peer not in self._up:
+            raise LinkError(f"busy: {MAX_UPSTREAM} nodes send to this stage")
+        await stream.send(StageOpened())
+        await self._live(stream, self._up, events.UpstreamOpened(stream.peer), events.UpstreamLost(stream.peer))
+
+    async def serve_downstream(self, stream: Stream) -> None:
+        """Runs a link to a node of the next stage that has taken it, to its end; raises what ended it."""
+        peer = stream.peer
+        await self._live(stream, self._down, events.DownstreamOpened(peer, 0), events.DownstreamLost(peer))
+
+    async def _live(
+        self, stream: Stream, links: dict[PeerId, StageLink], opened: StageEvent, lost: StageEvent
+    ) -> None:
+        pipeline, peer = self._spec.pipeline, stream.peer
+        link = StageLink(
+            stream,
+            self._form,
+            self._clock,
+            self._arrived,
+            lambda: self.machine.waits_downstream,
+            upstream=links is self._up,
+            heartbeat_s=pipeline.heartbeat_s,
+            dead_after_s=pipeline.dead_after_s,
+        )
+        if (old := links.get(peer)) is not None:
+            old.over = True
+            old.cut(LinkError("the peer opened another link"))
+            self.feed(lost)
+        links[peer] = link
+        self.feed(opened)
+        try:
+            await link.run()
+        except ProtocolError as error:
+            log.warning("stage %d: the link with %s ended: %s", self.machine.stage, short(peer), error)
+            self._reports.score(peer, BAD_FRAME)
+            raise
+        finally:
+            if links.get(peer) is link:
+                del links[peer]
+                self.feed(lost)
+
+    def _arrived(self, link: StageLink, event: StageEvent, data: bytearray | None) -> None:
+        """Keeps what came for as long as the machine has a use for it."""
+        if link.over:
+            return
+        match event:
+            case events.ActivationReceived(_, microbatch) if data is not None:
+                self._given[microbatch] = data
+                self.feed(event)
+                if not self.machine.awaits_forward(microbatch):
+                    self._given.pop(microbatch, None)
+            case events.GradientReceived(peer, microbatch) if data is not None:
+                self.answered[peer] += 1
+                self._gradients[microbatch] = data
+                self.feed(event)
+                if not self.machine.awaits_backward(microbatch):
+                    self._gradients.pop(microbatch, None)
+            case _:
+                self.feed(event)
+
+    # effects
+
+    def _perform(self, effect: StageEffect) -> None:
+        match effect:
+            case effects.RunForward(microbatch):
+                self._work.put_nowait((effect, None if self._first else self._given.pop(microbatch)))
+            case effects.RunBackward(microbatch):
+                self._made.pop(microbatch, None)
+                self._work.put_nowait((effect, self._gradients.pop(microbatch)))
+            case effects.RunUpdate() | effects.RunSave():
+                self._work.put_nowait((effect, None))
+            case effects.SendActivation(peer, microbatch, version):
+                header = Activation(microbatch, version, self._form.shape, self._form.encoding)
+                self._down[peer].send_tensor(header, self._made[microbatch])
+            case effects.SendGradient(peer, microbatch, version, loss):
+                gradient = Gradient(microbatch, version, self._form.shape, self._form.encoding, loss)
+                self.answered[peer] += 1
+                self._up[peer].send_tensor(gradient, self._answers[microbatch])
+            case effects.SendScore(peer, microbatch, version, loss):
+                self._made.pop(microbatch, None)
+                self._up[peer].send(Score(microbatch, version, loss))
+            case effects.SendCredit(peer, count):
+                self._up[peer].send(Credit(count))
+            case effects.Forget(microbatch):
+                for kept in (self._given, self._made, self._gradients, self._answers):
+                    kept.pop(microbatch, None)
+            case effects.Blame(peer, fault, detail):
+                self._blame(peer, fault, detail)
+            case effects.ReportTrained(update, loss):
+                self._reports.trained(update, loss)
+            case effects.ReportHeldOut(loss):
+                self._reports.evaluated(loss)
+
+    def _blame(self, peer: PeerId, fault: str, detail: str) -> None:
+        for link in (self._up.get(peer), self._down.get(peer)):
+            if link is not None:
+                link.cut(MalformedMessage(detail) if fault == BAD_FRAME else LinkError(detail))
+        if fault != BAD_FRAME:  # which the link's end scores
+            log.warning("stage %d: %s: %s", self.machine.stage, short(peer), detail)
+            self._reports.score(peer, fault)
+
+    async def _working(self) -> None:
+        while True:
+            effect, data = await self._work.get()
+            match effect:
+                case effects.RunForward(microbatch, version, update):
+                    ran = await self._ask(messages.Forward(microbatch, version, update), data)
+                    self._keep_forward(microbatch)
+                    self.feed(events.ForwardDone(microbatch, ran.loss))
+                case effects.RunBackward(microbatch):
+                    await self._ask(messages.Backward(microbatch), data)
+                    if not self._first:
+                        self._answers[microbatch] = bytes(self._worker.outbox())
+                    self.feed(events.BackwardDone(microbatch))
+                case effects.RunUpdate(update, oldest):
+                    await self._ask(messages.Update(update, oldest), None)
+                    self.feed(events.UpdateDone(update))
+                case effects.RunSave(ledger):
+                    await self._save(ledger)
+                    self.feed(events.SaveDone())
+
+    def _keep_forward(self, microbatch: Microbatch) -> None:
+        if not self._last:
+            self._made[microbatch] = bytes(self._worker.outbox())
+        elif not (self._first or microbatch.held_out):
+            self._answers[microbatch] = bytes(self._worker.outbox())
+
+    async def _ask(self, command: messages.Command, data: bytearray | None) -> messages.Ran:
+        if data is not None:
+            self._worker.inbox()[:] = data
+        ran = await self._worker.ask(command, messages.Ran)
+        self._reports.count("stage_busy_seconds", ran.seconds)
+        return ran
+
+    async def _save(self, ledger: dict[int, tuple[int, list[int]]]) -> None:
+        try:
+            self._reports.saved(await self._worker.ask(messages.SaveStage(ledger, self._lane), Path))
+        except StorageError as error:
+            self._reports.saved(error)

@@ -1,0 +1,86 @@
+"""The pipeline as this node sees it: who hosts what by the records, less those it has found dead itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from peerloom.node.context import Context
+from peerloom.node.logs import short
+from peerloom.protocol.errors import PeerloomError
+from peerloom.protocol.placement import Claim, missing_stages
+from peerloom.protocol.types import NodeState, PeerId, PeerRecord, StageRole
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 3.0  # a live node answers a Status within
+WAITS_FOR = "waits_for_stage"  # the counter by which a host says so in its Status
+LEAVING: frozenset[NodeState] = frozenset({"draining"})
+
+
+class StageView:
+    """Reads `context.view`; records outlive their node by half a minute, so what does not answer is left out."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._dead: dict[PeerId, float] = {}  # when its last believed record was issued
+
+    def records(self) -> list[PeerRecord]:
+        """The trainers that are there, this node left out."""
+        return [
+            record
+            for record in self._context.view.believed()
+            if record.role == "trainer" and record.state not in LEAVING and not self._is_dead(record)
+        ]
+
+    def claims(self) -> list[Claim]:
+        """What the others host, claim or stand by for."""
+        return [
+            Claim(record.peer_id, record.stage, record.stage_role) for record in self.records() if record.stage_role
+        ]
+
+    def own(self) -> Claim:
+        """What this node says of itself."""
+        facts = self._context.facts
+        return Claim(facts.peer_id, facts.stage, facts.stage_role)
+
+    def missing(self) -> list[int]:
+        """The stages that nobody hosts, this node counted."""
+        return missing_stages([*self.claims(), self.own()], self._context.spec.pipeline.stages)
+
+    def hosts(self, stage: int, role: StageRole = "hosts") -> list[PeerRecord]:
+        """The nodes of a stage, in id order."""
+        found = [record for record in self.records() if record.stage == stage and record.stage_role == role]
+        return sorted(found, key=lambda record: record.peer_id)
+
+    async def check(self, peer: PeerId) -> bool:
+        """Whether a node answers; one that does not is left out until it publishes anew."""
+        record = self._context.view.record_of(peer)
+        if record is None:
+            return False
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._context.transport.status(record)
+        except (PeerloomError, TimeoutError) as error:
+            log.warning("%s (stage %d) does not answer: %s", short(peer), record.stage, str(error) or "no word")
+            self._dead[peer] = record.issued_at
+            return False
+        return True
+
+    async def waits_for(self, record: PeerRecord) -> int:
+        """The stage that a host says it waits for; -1: none, or it does not say."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status = await self._context.transport.status(record)
+        except (PeerloomError, TimeoutError):
+            return -1
+        return int(status.counters.get(WAITS_FOR, -1.0))
+
+    def _is_dead(self, record: PeerRecord) -> bool:
+        at = self._dead.get(record.peer_id)
+        if at is None:
+            return False
+        if record.issued_at > at:
+            del self._dead[record.peer_id]
+            return False
+        return True

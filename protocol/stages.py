@@ -1,0 +1,460 @@
+"""One stage of a pipeline: which microbatch runs next, with which weights, and who gets what comes out.
+
+Source: PipeDream's 1F1B with weight stashing, as in "Mitigating Staleness in Asynchronous Pipeline Parallelism via
+Basis Rotation" (arXiv 2602.03515), section (a) of the digest: stage k of P trains with gradients tau_k = P - 1 - k
+updates old. Microbatches are numbered as they begin here, `microbatches` of them an update; update u is computed with
+version max(first, u - tau_k), so the weights that come out do not depend on what arrives when. "sync" is the same
+machine with tau_k = 0.
+
+Each activation is answered by exactly one gradient, however often it is sent: one under way is not begun again, one
+just answered is answered again, one trained on long ago is computed without counting. So a link that breaks, or a stage
+that moves to another node, is mended by sending again what has no answer yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from peerloom.protocol import stage_effects as effects
+from peerloom.protocol import stage_events as events
+from peerloom.protocol.errors import InvalidTransition
+from peerloom.protocol.ledger import Ledger, Microbatch
+from peerloom.protocol.spec_pipeline import PipelineSpec
+from peerloom.protocol.stage_effects import StageEffect
+from peerloom.protocol.stage_events import StageEvent
+from peerloom.protocol.types import PeerId
+
+MAX_UPSTREAM = 64  # nodes of the stage before that one node serves: each may fill a window of memory
+MAX_CREDIT = 1 << 20
+KEPT_EVALUATIONS = 4
+HISTORY = 32
+
+Phase = Literal["queued", "forward", "unsent", "sent", "answered", "backward"]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch under way here."""
+
+    microbatch: Microbatch
+    upstream: PeerId | None
+    upstream_version: int
+    counted: bool
+    phase: Phase = "queued"
+    update: int = 0
+    version: int = 0
+    downstream: PeerId | None = None
+    loss: float = 0.0
+
+
+@dataclass(slots=True)
+class _Downstream:
+    credit: int
+    answered_at: float
+    waiting: bool = False
+
+
+class StageMachine:
+    """Events in, effects out; at most one Run effect is under way at a time.
+
+    `first_version` updates are behind the weights it starts from, trained on what `ledger` lists. `lane` numbers the
+    microbatches of a first stage, which begins no update from `limit` on; it evaluates `held_out` of them at a time.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        stage: int,
+        *,
+        first_version: int = 0,
+        ledger: Ledger | None = None,
+        lane: int = 0,
+        held_out: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        self._spec, self.stage = spec, stage
+        self._first, self._last = stage == 0, stage == spec.stages - 1
+        self._lag, self._window = spec.lag(stage), spec.window(stage)
+        self._credit = spec.window(max(stage - 1, 0)) + held_out + 2
+        self._kept = 2 * self._credit
+        self._base = self._applied = first_version
+        self._ledger = ledger or Ledger()
+        self._lane, self.limit = lane, limit
+        self._next_index = self._ledger.first_missing(lane)
+        self._begun = 0  # counted ones that began here
+        self._held_out = held_out
+        self._evaluations = 0
+        self._evaluate_due = held_out > 0 and self._first
+        self._to_evaluate: deque[Microbatch] = deque()
+        self._scores: dict[int, list[float]] = {}
+        self._flights: dict[Microbatch, _Flight] = {}  # in the order in which they came
+        self._results: dict[Microbatch, float] = {}  # answers that may be asked for again, with their loss
+        self._members: dict[int, list[_Flight]] = {}  # by update, those whose gradient is in
+        self._upstream: dict[PeerId, int] = {}  # how many each may still send
+        self._downstream: dict[PeerId, _Downstream] = {}
+        self._running: StageEffect | None = None
+        self._save_wanted = self._draining = False
+        self._out: list[StageEffect] = []
+        self._history: deque[str] = deque(maxlen=HISTORY)
+
+    @property
+    def applied(self) -> int:
+        """Updates behind the newest weights."""
+        return self._applied
+
+    @property
+    def load(self) -> int:
+        """Microbatches under way here."""
+        return len(self._flights)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs in the worker."""
+        return self._running is None
+
+    def awaits_forward(self, microbatch: Microbatch) -> bool:
+        """Whether an activation that came is still to be used."""
+        return self._phase(microbatch) == "queued"
+
+    def awaits_backward(self, microbatch: Microbatch) -> bool:
+        """Whether a gradient that came is still to be used."""
+        return self._phase(microbatch) == "answered"
+
+    def _phase(self, microbatch: Microbatch) -> Phase | None:
+        flight = self._flights.get(microbatch)
+        return flight.phase if flight is not None else None
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The neighbouring stage without which nothing goes on here, if one is missing."""
+        if not self._last and not self._downstream:
+            return self.stage + 1
+        return self.stage - 1 if not self._first and not self._upstream else None
+
+    @property
+    def waits_downstream(self) -> bool:
+        """Whether an answer is held up by a stage after this one."""
+        if self._last:
+            return False
+        return not self._downstream or all(peer.waiting for peer in self._downstream.values())
+
+    def handle(self, event: StageEvent, now: float) -> list[StageEffect]:
+        """Takes an event; `now` in seconds of a clock that never jumps. Raises InvalidTransition for a bug of ours."""
+        self._history.append(f"{now:.3f} {event}")
+        self._out = []
+        self._take(event, now)
+        self._route(now)
+        self._run_next()
+        return self._out
+
+    def _take(self, event: StageEvent, now: float) -> None:
+        match event:
+            case events.UpstreamOpened(peer):
+                self._open_upstream(peer)
+            case events.UpstreamLost(peer):
+                self._lose_upstream(peer)
+            case events.DownstreamOpened(peer, credit):
+                self._lose_downstream(peer)
+                self._downstream[peer] = _Downstream(min(credit, MAX_CREDIT), now)
+            case events.DownstreamLost(peer):
+                self._lose_downstream(peer)
+            case events.DownstreamBeat(peer, waiting):
+                self._beat(peer, waiting, now)
+            case events.CreditReceived(peer, count):
+                if peer in self._downstream:
+                    self._downstream[peer].credit = min(self._downstream[peer].credit + count, MAX_CREDIT)
+            case events.ActivationReceived():
+                self._activation(event)
+            case events.GradientReceived():
+                self._answer(event, now)
+            case events.ScoreReceived():
+                self._answer(event, now)
+            case events.ForwardDone(microbatch, loss):
+                self._forward_done(microbatch, loss)
+            case events.BackwardDone(microbatch):
+                flight = self._ended(microbatch, effects.RunBackward)
+                self._complete(flight)
+            case events.UpdateDone(update):
+                self._update_done(update)
+            case events.SaveWanted():
+                self._save_wanted = True
+            case events.SaveDone():
+                if not isinstance(self._running, effects.RunSave):
+                    raise self._bug("a save ended that was not under way")
+                self._running = None
+            case events.Ticked():
+                self._give_up_silent(now)
+            case events.DrainStarted():
+                self._draining = True
+
+    # neighbours
+
+    def _open_upstream(self, peer: PeerId) -> None:
+        queued = sum(flight.upstream == peer and flight.phase == "queued" for flight in self._flights.values())
+        self._upstream[peer] = max(0, self._credit - queued)
+        self._out.append(effects.SendCredit(peer, self._upstream[peer]))
+
+    def _lose_upstream(self, peer: PeerId) -> None:
+        """What has not begun is left to be sent again, here or to another node of this stage."""
+        self._upstream.pop(peer, None)
+        for microbatch, flight in list(self._flights.items()):
+            if flight.upstream != peer:
+                continue
+            flight.upstream = None
+            if flight.phase == "queued":
+                del self._flights[microbatch]
+                self._out.append(effects.Forget(microbatch))
+
+    def _lose_downstream(self, peer: PeerId) -> None:
+        self._downstream.pop(peer, None)
+        for flight in self._flights.values():
+            if flight.downstream == peer and flight.phase == "sent":
+                flight.phase, flight.downstream = "unsent", None
+
+    def _beat(self, peer: PeerId, waiting: bool, now: float) -> None:
+        downstream = self._downstream.get(peer)
+        if downstream is not None:
+            if downstream.waiting or waiting:
+                downstream.answered_at = now  # it owes nothing while it waits, and its time begins anew after it
+            downstream.waiting = waiting
+
+    def _give_up_silent(self, now: float) -> None:
+        for peer, downstream in list(self._downstream.items()):
+            owes = any(flight.downstream == peer and flight.phase == "sent" for flight in self._flights.values())
+            if not owes:
+                downstream.answered_at = now
+            elif now - downstream.answered_at > self._spec.answer_s:
+                detail = f"stage {self.stage + 1} took microbatches and answered none for {self._spec.answer_s:g} s"
+                self._blame(peer, "stage_unanswered", detail)
+                self._lose_downstream(peer)
+
+    def _blame(self, peer: PeerId, fault: str, detail: str) -> None:
+        self._out.append(effects.Blame(peer, fault, detail))
+
+    # what arrives
+
+    def _activation(self, event: events.ActivationReceived) -> None:
+        peer, microbatch = event.peer, event.microbatch
+        left = self._upstream.get(peer)
+        if left is None:
+            return  # of a link that is over already
+        if left <= 0:
+            self._blame(peer, "stage_flood", f"{microbatch} came without credit for it")
+            return
+        self._upstream[peer] = left - 1
+        flight = self._flights.get(microbatch)
+        if flight is not None:
+            if not (flight.phase == "queued" and flight.upstream != peer):
+                self._grant(peer)
+            flight.upstream, flight.upstream_version = peer, event.version
+        elif microbatch in self._results:
+            self._grant(peer)
+            self._reply(peer, microbatch, event.version, self._results[microbatch])
+        else:
+            counted = not microbatch.held_out and microbatch not in self._ledger
+            self._flights[microbatch] = _Flight(microbatch, peer, event.version, counted)
+
+    def _grant(self, peer: PeerId | None) -> None:
+        if peer in self._upstream:
+            self._upstream[peer] += 1
+            self._out.append(effects.SendCredit(peer, 1))
+
+    def _answer(self, event: events.GradientReceived | events.ScoreReceived, now: float) -> None:
+        peer, microbatch = event.peer, event.microbatch
+        if peer not in self._downstream:
+            return  # of a link that is over already
+        if isinstance(event, events.ScoreReceived) != microbatch.held_out:
+            return self._blame(peer, "bad_stage_frame", f"{microbatch} was answered with the other kind of answer")
+        flight = self._flights.get(microbatch)
+        if flight is None or flight.phase in ("answered", "backward"):
+            if flight is None and microbatch not in self._ledger and microbatch not in self._results:
+                self._blame(peer, "bad_stage_frame", f"{microbatch} is not under way here")
+            return  # an answer twice: the link broke after the first
+        if flight.phase != "sent" or flight.downstream != peer:
+            return self._blame(peer, "bad_stage_frame", f"{microbatch} was not sent to it")
+        if flight.version != event.version:
+            detail = f"{microbatch} was sent with version {flight.version} and answered with {event.version}"
+            return self._blame(peer, "bad_stage_frame", detail)
+        self._downstream[peer].answered_at = now
+        flight.loss = event.loss
+        flight.phase = "answered"
+        if microbatch.held_out:
+            self._complete(flight)
+
+    # what the worker did
+
+    def _ended(self, microbatch: Microbatch, kind: type[StageEffect]) -> _Flight:
+        running = self._running
+        if not isinstance(running, kind) or getattr(running, "microbatch", None) != microbatch:
+            raise self._bug(f"{kind.__name__} of {microbatch} ended, but {running} is under way")
+        self._running = None
+        return self._flights[microbatch]
+
+    def _forward_done(self, microbatch: Microbatch, loss: float | None) -> None:
+        flight = self._ended(microbatch, effects.RunForward)
+        if not self._last:
+            flight.phase = "unsent"
+            return
+        if loss is None:
+            raise self._bug(f"the last stage gave no loss for {microbatch}")
+        flight.loss = loss
+        self._complete(flight)
+
+    def _complete(self, flight: _Flight) -> None:
+        """All is computed here that the microbatch needs: its gradient waits for its update, its answer goes back."""
+        microbatch = flight.microbatch
+        del self._flights[microbatch]
+        if flight.counted:
+            self._members.setdefault(flight.update, []).append(flight)
+        if microbatch.held_out:
+            self._scored(microbatch, flight.loss)
+        if flight.upstream in self._upstream:
+            self._reply(flight.upstream, microbatch, flight.upstream_version, flight.loss)
+        self._results[microbatch] = flight.loss
+        dropped = [microbatch] if self._first else []  # nobody asks a first stage for an answer
+        while len(self._results) > self._kept:
+            oldest = next(iter(self._results))
+            del self._results[oldest]
+            dropped += [] if self._first else [oldest]
+        self._out += [effects.Forget(each) for each in dropped]
+
+    def _reply(self, peer: PeerId, microbatch: Microbatch, version: int, loss: float) -> None:
+        kind = effects.SendScore if microbatch.held_out else effects.SendGradient
+        self._out.append(kind(peer, microbatch, version, loss))
+
+    def _scored(self, microbatch: Microbatch, loss: float) -> None:
+        if not self._held_out:
+            return
+        evaluation = microbatch.index // self._held_out
+        scores = self._scores.setdefault(evaluation, [])
+        scores.append(loss)
+        if len(scores) == self._held_out:
+            self._out.append(effects.ReportHeldOut(fmean(scores)))
+        while len(self._scores) > KEPT_EVALUATIONS:
+            del self._scores[next(iter(self._scores))]
+
+    def _update_done(self, update: int) -> None:
+        running = self._running
+        if not isinstance(running, effects.RunUpdate) or running.update != update:
+            raise self._bug(f"update {update} ended, but {running} is under way")
+        self._running = None
+        self._applied = update + 1
+        members = self._members.pop(update)
+        for flight in members:
+            self._ledger.add(flight.microbatch)
+        self._out.append(effects.ReportTrained(update, fmean(flight.loss for flight in members)))
+        if self._first and self._held_out and self._applied % self._spec.eval_every == 0:
+            self._evaluate_due = True
+
+    # what goes out
+
+    def _route(self, now: float) -> None:
+        """Sends what waits to be sent, each to the node of the next stage that owes the fewest answers."""
+        if not any(flight.phase == "unsent" for flight in self._flights.values()):
+            return
+        owed = Counter(flight.downstream for flight in self._flights.values() if flight.phase == "sent")
+        for flight in self._flights.values():
+            if flight.phase != "unsent":
+                continue
+            free = [peer for peer, downstream in self._downstream.items() if downstream.credit > 0]
+            if not free:
+                return
+            peer = min(free, key=lambda peer: (owed[peer], peer))
+            if not owed[peer]:
+                self._downstream[peer].answered_at = now
+            self._downstream[peer].credit -= 1
+            owed[peer] += 1
+            flight.phase, flight.downstream = "sent", peer
+            self._out.append(effects.SendActivation(peer, flight.microbatch, flight.version))
+
+    def _run_next(self) -> None:
+        if self._running is not None:
+            return
+        chosen = self._next_update() or self._next_save() or self._next_backward() or self._next_forward()
+        if chosen is not None:
+            self._running = chosen
+            self._out.append(chosen)
+
+    def _next_update(self) -> StageEffect | None:
+        if len(self._members.get(self._applied, ())) < self._spec.microbatches:
+            return None
+        oldest = self._version_of(self._base + self._begun // self._spec.microbatches)
+        return effects.RunUpdate(self._applied, min(oldest, self._applied + 1))
+
+    def _version_of(self, update: int) -> int:
+        return max(self._base, update - self._lag)
+
+    def _next_save(self) -> StageEffect | None:
+        if not self._save_wanted:
+            return None
+        self._save_wanted = False
+        return effects.RunSave(self._ledger.entries())
+
+    def _next_backward(self) -> StageEffect | None:
+        for flight in self._flights.values():
+            if flight.phase == "answered":
+                flight.phase = "backward"
+                return effects.RunBackward(flight.microbatch)
+        return None
+
+    def _next_forward(self) -> StageEffect | None:
+        if self._draining:
+            return None
+        if self._first:
+            self._draw()
+        room = self._room()
+        for flight in self._flights.values():
+            if flight.phase == "queued" and (room or not flight.counted):
+                return self._begin(flight)
+        return None
+
+    def _room(self) -> bool:
+        """Whether one more that counts may begin: the version it needs stands, and with "sync" the window has room."""
+        update = self._base + self._begun // self._spec.microbatches
+        if update - self._lag > self._applied:
+            return False
+        if self._spec.schedule == "async":
+            return True
+        return sum(flight.counted and flight.phase != "queued" for flight in self._flights.values()) < self._window
+
+    def _begin(self, flight: _Flight) -> StageEffect:
+        flight.phase, flight.version = "forward", self._applied
+        self._grant(flight.upstream)
+        if not flight.counted:
+            return effects.RunForward(flight.microbatch, flight.version, None)
+        flight.update = self._base + self._begun // self._spec.microbatches
+        self._begun += 1
+        if self._spec.stash:
+            flight.version = self._version_of(flight.update)
+        return effects.RunForward(flight.microbatch, flight.version, flight.update)
+
+    # a first stage draws its own
+
+    def _draw(self) -> None:
+        """Keeps one microbatch of either kind waiting to begin."""
+        if self._evaluate_due:
+            self._evaluate_due = False
+            start = self._evaluations * self._held_out
+            self._evaluations += 1
+            self._to_evaluate.extend(Microbatch(self._lane, start + i, True) for i in range(self._held_out))
+        under_way = sum(flight.microbatch.held_out for flight in self._flights.values())
+        if self._to_evaluate and under_way < self._window:
+            self._enter(self._to_evaluate.popleft())
+        if not any(flight.counted and flight.phase == "queued" for flight in self._flights.values()):
+            self._draw_counted()
+
+    def _draw_counted(self) -> None:
+        while Microbatch(self._lane, self._next_index) in self._ledger:
+            self._next_index += 1
+        if self.limit is None or self._base + self._begun // self._spec.microbatches < self.limit:
+            self._enter(Microbatch(self._lane, self._next_index))
+            self._next_index += 1
+
+    def _enter(self, microbatch: Microbatch) -> None:
+        self._flights[microbatch] = _Flight(microbatch, None, 0, not microbatch.held_out)
+
+    def _bug(self, what: str) -> InvalidTransition:
+        return InvalidTransition(f"{what}; before it: " + " | ".join(self._history))

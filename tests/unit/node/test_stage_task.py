@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from peerloom.node import checkpoint
+from peerloom.node.worker import messages
+from peerloom.node.worker.inner import InnerLoop
+from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_model import build_stage, stage_numel
+from peerloom.node.worker.tasks.stage import StageTask
+from peerloom.protocol.errors import ConfigError, SpecError
+from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.runspec import ModelSpec, RunSpec
+from tests.unit.node.stage_tasks import LANE, LocalPipeline, batches, open_stage, reference, stage_spec
+from tests.unit.node.tiny import write_text
+
+UPDATES = 50
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "corpus")
+
+
+def farthest(tasks: list[StageTask], stages: list[torch.nn.Module]) -> float:
+    return max(
+        float((ours - theirs).detach().abs().max())
+        for task, stage in zip(tasks, stages, strict=True)
+        for ours, theirs in zip(task._model.parameters(), stage.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"optimizer": "basis_rotated"}, {"microbatches": 2}, {"schedule": "sync", "microbatches": 4}]
+)
+def test_four_stages_are_the_delayed_gradient_reference(source: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    spec = stage_spec(source, **keys)
+    pipeline = LocalPipeline(spec, tmp_path, limit=UPDATES, seed=3)
+    pipeline.run()
+    stages, losses = reference(spec, tmp_path / "cache", UPDATES)
+    # the mean of several microbatches is rounded otherwise than that of the whole batch
+    assert farthest(pipeline.tasks, stages) < (1e-6 if spec.pipeline.microbatches == 1 else 1e-4)
+    assert pipeline.losses == pytest.approx(losses, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.5
+    lag = {stage: spec.pipeline.lag(stage) for stage in range(4)}
+    assert all(delay == min(update, lag[stage]) for stage, update, delay in pipeline.delays)
+    assert len(pipeline.delays) == 4 * UPDATES
+
+
+def test_one_stage_is_plain_training_bit_for_bit(source: Path, tmp_path: Path) -> None:
+    spec = stage_spec(source, stages=1)
+    pipeline = LocalPipeline(spec, tmp_path, limit=10)
+    pipeline.run()
+    model = build_stage(spec, 0)
+    loop, data = InnerLoop(model, spec.train), batches(spec, tmp_path / "cache")
+    plain = []
+    for update in range(10):
+        windows = torch.from_numpy(data[update])
+        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss.backward()
+        loop.update(learning_rate(update, spec.train))
+        plain.append(float(loss.detach()))
+    assert pipeline.losses == plain
+    for ours, theirs in zip(pipeline.tasks[0]._model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_a_stash_the_backward_pass_sees_the_newest_weights(source: Path, tmp_path: Path) -> None:
+    spec = stage_spec(source, stages=2, stash=False)
+    pipeline = LocalPipeline(spec, tmp_path, limit=30, seed=None)  # whose delays are those of a warm pipeline
+    pipeline.run()
+    stages, _ = reference(spec, tmp_path / "cache", 30)
+    assert farthest(pipeline.tasks, stages) < 1e-6
+    kept = LocalPipeline(stage_spec(source, stages=2), tmp_path / "kept", limit=30)
+    kept.run()
+    assert farthest(kept.tasks, stages) > 1e-4
+
+
+def test_theta_0_is_the_same_however_it_is_cut(source: Path) -> None:
+    def parameters(stages: int) -> dict[str, torch.Tensor]:
+        spec = stage_spec(source, stages=stages)
+        return {n: p for stage in range(stages) for n, p in build_stage(spec, stage).named_in_whole()}
+
+    one, two, four = parameters(1), parameters(2), parameters(4)
+    assert two.keys() == four.keys() == one.keys() | {"lm_head.weight"}
+    assert all(torch.equal(one[name], four[name]) and torch.equal(two[name], four[name]) for name in one)
+    assert torch.equal(four["lm_head.weight"], one["model.embed_tokens.weight"])  # else tied
+
+
+def test_stages_are_balanced_and_built_from_their_own_layers(source: Path) -> None:
+    spec = stage_spec(source)
+    sizes = [stage_numel(spec, stage) for stage in range(4)]
+    layer = build_stage(spec, 1)
+    assert sizes[1] == sizes[2] == sum(parameter.numel() for parameter in layer.parameters())
+    assert [build_stage(spec, stage).span for stage in range(4)] == [range(k, k + 1) for k in range(4)]
+
+
+def test_a_stored_model_is_cut_from_its_own_numbers(source: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from peerloom.node.worker.model import build_model
+
+    base = stage_spec(source, stages=2)
+    whole = build_model(base)
+    whole.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    spec = RunSpec(method="pipeline", model=ModelSpec(path=str(tmp_path / "model")), pipeline=base.pipeline)
+    ids = torch.randint(0, 256, (2, 12))
+    hidden: torch.Tensor = ids
+    for stage in range(2):
+        hidden = build_stage(spec, stage)(hidden)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(input_ids=ids).logits
+    assert torch.allclose(hidden, expected, atol=1e-5)
+
+
+def test_a_stage_goes_on_from_its_checkpoint(source: Path, tmp_path: Path) -> None:
+    spec = stage_spec(source, stages=2)
+    pipeline = LocalPipeline(spec, tmp_path, limit=5)
+    pipeline.run()
+    for task in pipeline.tasks:
+        task.obey(messages.SaveStage({LANE: (5, [7])}, LANE), lambda round: False)
+    again = open_stage(spec, tmp_path, 0)
+    ready = again.ready()
+    assert (ready.resumed, ready.step) == (True, 5)
+    assert ready.pipeline == {"stage": 0, "lane": LANE, "ledger": [[LANE, 5, [7]]]}
+    assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
+    found, _ = checkpoint.newest_intact(checkpoint.stage_folder(tmp_path / "peer-0", 0))
+    assert found is not None and found.meta.tokens == 5 * 4 * 16
+
+
+def test_a_stage_that_memory_does_not_hold_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    free = psutil.virtual_memory()._replace(available=100_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(ConfigError, match=r"stage 0 takes .* GB with 4 versions of its weights"):
+        open_stage(stage_spec(source), tmp_path, 0)
+
+
+def test_a_model_of_another_family_is_refused(source: Path) -> None:
+    from dataclasses import replace
+
+    spec = stage_spec(source)
+    with pytest.raises(SpecError, match="gpt2 cannot be cut into stages"):
+        build_stage(replace(spec, model=replace(spec.model, architecture="gpt2")), 0)
+
+
+def test_held_out_microbatches_leave_no_trace(source: Path, tmp_path: Path) -> None:
+    with_them = LocalPipeline(stage_spec(source, eval_every=2), tmp_path / "a", limit=6, held_out=2)
+    with_them.run()
+    without = LocalPipeline(stage_spec(source, eval_every=2), tmp_path / "b", limit=6)
+    without.run()
+    assert len(with_them.held_out) == 4 and with_them.held_out[-1] < with_them.held_out[0]
+    assert all(
+        torch.equal(ours._flat.flat, theirs._flat.flat)
+        for ours, theirs in zip(with_them.tasks, without.tasks, strict=True)
+    )
+
+
+def test_a_version_that_is_not_kept_is_not_replaced_by_another(source: Path, tmp_path: Path) -> None:
+    task = open_stage(stage_spec(source), tmp_path, 0)
+    with pytest.raises(KeyError):
+        task.obey(messages.Forward(Microbatch(LANE, 0), 3, 3), lambda round: False)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerloom.protocol import stage_effects as effects
+from peerloom.protocol import stage_events as events
+from peerloom.protocol.errors import InvalidTransition
+from peerloom.protocol.ledger import Ledger, Microbatch
+from peerloom.protocol.spec_pipeline import PipelineSpec
+from peerloom.protocol.stages import StageMachine
+from peerloom.protocol.types import PeerId
+from tests.unit.protocol.stage_fabric import Fabric, name, pipeline
+
+UP, DOWN = PeerId("up"), PeerId("down")
+
+
+def m(index: int, lane: int = 0) -> Microbatch:
+    return Microbatch(lane, index)
+
+
+def spec(stages: int = 4, **keys: object) -> PipelineSpec:
+    return PipelineSpec(stages=stages, **keys)  # type: ignore[arg-type]
+
+
+def test_the_first_of_two_stages_runs_one_forward_one_backward() -> None:
+    machine = StageMachine(spec(2), 0, limit=4)
+    sent = [*machine.handle(events.DownstreamOpened(DOWN, 8), 0.0)]
+    assert sent == [effects.RunForward(m(0), 0, 0)]
+    assert machine.handle(events.ForwardDone(m(0)), 0.0) == [
+        effects.SendActivation(DOWN, m(0), 0),
+        effects.RunForward(m(1), 0, 1),
+    ]
+    assert machine.handle(events.ForwardDone(m(1)), 0.0) == [effects.SendActivation(DOWN, m(1), 0)]  # window of 2
+    assert machine.handle(events.GradientReceived(DOWN, m(0), 0, 5.0), 0.0) == [effects.RunBackward(m(0))]
+    assert machine.handle(events.BackwardDone(m(0)), 0.0) == [effects.Forget(m(0)), effects.RunUpdate(0, 1)]
+    assert machine.handle(events.UpdateDone(0), 0.0) == [
+        effects.ReportTrained(0, 5.0),
+        effects.RunForward(m(2), 1, 2),
+    ]
+
+
+def test_the_last_stage_answers_with_a_gradient_and_gives_credit() -> None:
+    machine = StageMachine(spec(2), 1)
+    (credit,) = machine.handle(events.UpstreamOpened(UP), 0.0)
+    assert credit == effects.SendCredit(UP, 4)  # a window of the stage before, and two
+    assert machine.handle(events.ActivationReceived(UP, m(0), 7), 0.0) == [
+        effects.SendCredit(UP, 1),
+        effects.RunForward(m(0), 0, 0),
+    ]
+    assert machine.handle(events.ForwardDone(m(0), 2.5), 0.0) == [
+        effects.SendGradient(UP, m(0), 7, 2.5),
+        effects.RunUpdate(0, 1),
+    ]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_delays_are_those_of_the_paper_once_warm(parts: int) -> None:
+    stages, updates = 4, 12
+    fabric = pipeline(spec(stages, microbatches=parts), limit=updates, seed=3)
+    fabric.run()
+    for stage in range(stages):
+        host = fabric.hosts[name(stage)]
+        lag = stages - 1 - stage
+        assert host.versions == [(u, max(0, u - lag)) for u in range(updates) for _ in range(parts)]
+        assert host.trained == Counter({m(index): 1 for index in range(updates * parts)})
+        assert host.machine.applied == updates
+
+
+def test_synchronous_stages_have_no_delay_and_keep_to_the_window() -> None:
+    fabric = pipeline(spec(3, microbatches=4, schedule="sync"), limit=5, seed=1)
+    most = Counter[PeerId]()
+    while fabric.step():
+        for peer, host in fabric.hosts.items():
+            most[peer] = max(most[peer], sum(f.phase != "queued" for f in host.machine._flights.values()))
+    for stage in range(3):
+        host = fabric.hosts[name(stage)]
+        assert [version for _, version in host.versions] == [u for u in range(5) for _ in range(4)]
+        assert most[host.peer] <= min(4, 3 - stage)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["async", "sync"]),
+    st.integers(0, 2**32),
+    st.integers(0, 2),
+)
+def test_whatever_comes_when_and_however_often_the_versions_are_the_same(
+    stages: int, parts: int, schedule: str, seed: int, held_out: int
+) -> None:
+    table = spec(stages, microbatches=parts, schedule=schedule, eval_every=3)
+    fabric = pipeline(table, limit=7, seed=seed, held_out=held_out)
+    frames = (events.GradientReceived, events.ScoreReceived)
+    fabric.twice = lambda event: isinstance(event, frames) and fabric.rng.random() < 0.3
+    fabric.run()
+    for stage in range(stages):
+        host = fabric.hosts[name(stage)]
+        expected = [(u, max(0, u - table.lag(stage))) for u in range(7) for _ in range(parts)]
+        assert sorted(host.versions) == expected
+        assert host.trained == Counter({m(index): 1 for index in range(7 * parts)})
+        assert not host.blamed
+        assert len(host.held_out) == (3 if held_out else 0)  # at the start, after 3 and 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 2), st.integers(0, 2**32))
+def test_links_that_break_and_come_back_lose_nothing_and_count_nothing_twice(
+    stages: int, parts: int, seed: int
+) -> None:
+    fabric = pipeline(spec(stages, microbatches=parts), limit=12, seed=seed)
+    while fabric.step():
+        if fabric.rng.random() < 0.05:
+            stage = fabric.rng.randrange(stages - 1)
+            fabric.cut(name(stage), name(stage + 1))
+            fabric.link(name(stage), name(stage + 1))
+    for stage in range(stages):
+        host = fabric.hosts[name(stage)]
+        assert host.trained == Counter({m(index): 1 for index in range(12 * parts)})
+        assert not host.blamed
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2**32), st.integers(30, 300))
+def test_a_stage_that_moves_to_its_copy_is_trained_on_what_it_had_not_and_nobody_counts_twice(
+    stages: int, which: int, parts: int, seed: int, killed_after: int
+) -> None:
+    stage = which % stages
+    fabric = pipeline(spec(stages, microbatches=parts), limit=15, seed=seed)
+    for step in range(killed_after):
+        fabric.step()
+        if step % 40 == 20:
+            fabric.feed(name(stage), events.SaveWanted())
+    dead = fabric.kill(name(stage))
+    while fabric.step():
+        continue
+    version, ledger = dead.saved
+    new = fabric.add(stage, version=version, ledger=Ledger(ledger))
+    fabric.run()
+    everything = {m(index) for index in range(15 * parts)}
+    for k in range(stages):
+        host = fabric.hosts[name(k)]
+        assert set(host.trained.values()) <= {1}, "none counted twice"
+        assert not host.blamed
+        if k != stage:
+            assert set(host.trained) == everything
+    behind = Ledger(ledger)
+    assert not any(microbatch in behind for microbatch in new.trained)
+    if stage == 0:
+        assert {i for i in everything if i in behind} | set(new.trained) == everything
+
+
+def test_two_nodes_of_one_stage_share_the_microbatches() -> None:
+    fabric = Fabric(spec(3), limit=40, seed=5)
+    fabric.add(0)
+    fabric.add(1, 0)
+    fabric.add(1, 1)
+    fabric.add(2)
+    fabric.run()
+    left, right = (fabric.hosts[name(1, replica)].trained for replica in (0, 1))
+    assert not left.keys() & right.keys()
+    assert left.keys() | right.keys() == {m(index) for index in range(40)}
+    assert min(len(left), len(right)) >= 10
+
+
+def test_each_goes_to_the_node_that_owes_the_fewest() -> None:
+    machine = StageMachine(spec(4), 0)
+    machine.handle(events.DownstreamOpened(PeerId("a"), 8), 0.0)
+    machine.handle(events.DownstreamOpened(PeerId("b"), 8), 0.0)
+    out = [effect for index in range(4) for effect in machine.handle(events.ForwardDone(m(index)), 0.0)]
+    sent = [(e.peer, e.microbatch.index) for e in out if isinstance(e, effects.SendActivation)]
+    assert sent == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
+    out = machine.handle(events.DownstreamLost(PeerId("a")), 1.0)
+    assert [e for e in out if isinstance(e, effects.SendActivation)] == [
+        effects.SendActivation(PeerId("b"), m(0), 0),
+        effects.SendActivation(PeerId("b"), m(2), 0),
+    ]
+
+
+def test_without_credit_nothing_is_sent() -> None:
+    machine = StageMachine(spec(3), 0)
+    machine.handle(events.DownstreamOpened(DOWN, 1), 0.0)
+    machine.handle(events.ForwardDone(m(0)), 0.0)
+    assert not any(isinstance(e, effects.SendActivation) for e in machine.handle(events.ForwardDone(m(1)), 0.0))
+    out = machine.handle(events.CreditReceived(DOWN, 1), 0.0)
+    assert effects.SendActivation(DOWN, m(1), 0) in out
+
+
+def test_frames_that_break_the_protocol_are_blamed() -> None:
+    machine = StageMachine(spec(2), 0)
+    machine.handle(events.DownstreamOpened(DOWN, 8), 0.0)
+    machine.handle(events.ForwardDone(m(0)), 0.0)
+
+    def fault(event: events.StageEvent) -> str:
+        (blame,) = [e for e in machine.handle(event, 0.0) if isinstance(e, effects.Blame)]
+        return blame.detail
+
+    assert "version 0 and answered with 3" in fault(events.GradientReceived(DOWN, m(0), 3, 1.0))
+    assert "not under way" in fault(events.GradientReceived(DOWN, m(9), 0, 1.0))
+    assert "other kind" in fault(events.ScoreReceived(DOWN, m(0), 0, 1.0))
+    last = StageMachine(spec(2), 1)
+    last.handle(events.UpstreamOpened(UP), 0.0)
+    for index in range(5):
+        last.handle(events.ActivationReceived(UP, m(index), 0), 0.0)  # one has begun and gave its credit back
+    (blame,) = [e for e in last.handle(events.ActivationReceived(UP, m(9), 0), 0.0) if isinstance(e, effects.Blame)]
+    assert blame.fault == "stage_flood"
+
+
+def test_who_takes_and_never_answers_is_given_up() -> None:
+    machine = StageMachine(spec(2, answer_s=10.0), 0)
+    machine.handle(events.DownstreamOpened(DOWN, 8), 0.0)
+    machine.handle(events.ForwardDone(m(0)), 1.0)
+    assert not any(isinstance(e, effects.Blame) for e in machine.handle(events.Ticked(), 10.0))
+    machine.handle(events.DownstreamBeat(DOWN, True), 10.5)  # it waits for others itself
+    machine.handle(events.DownstreamBeat(DOWN, False), 11.0)
+    assert not any(isinstance(e, effects.Blame) for e in machine.handle(events.Ticked(), 20.0))
+    blames = [e for e in machine.handle(events.Ticked(), 21.5) if isinstance(e, effects.Blame)]
+    assert [blame.fault for blame in blames] == ["stage_unanswered"]
+    assert machine.waiting_for == 1
+
+
+def test_work_that_ends_without_having_begun_is_a_bug_told_with_its_story() -> None:
+    machine = StageMachine(spec(2), 1)
+    with pytest.raises(InvalidTransition, match="before it: .*BackwardDone"):
+        machine.handle(events.BackwardDone(m(3)), 0.0)
+
+
+@given(st.permutations(list(range(12))))
+def test_a_ledger_knows_what_it_took_in_any_order(order: list[int]) -> None:
+    ledger = Ledger()
+    for count, index in enumerate(order):
+        assert m(index) not in ledger
+        ledger.add(m(index))
+        assert all((m(i) in ledger) == (i in order[: count + 1]) for i in range(14))
+        ledger = Ledger(ledger.entries())
+    assert ledger.entries() == {0: (12, [])}
