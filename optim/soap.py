@@ -42,7 +42,8 @@ class SOAP(Optimizer):
         max_side: int = 8192,
     ) -> None:
         if not lr >= 0 or not eps > 0 or not weight_decay >= 0 or freq < 1:
-            raise ValueError(f"SOAP needs lr >= 0, eps > 0, weight_decay >= 0, freq >= 1, not {lr, eps, weight_decay, freq}")
+            given = f"{lr}, {eps}, {weight_decay}, {freq}"
+            raise ValueError(f"SOAP needs lr >= 0, eps > 0, weight_decay >= 0 and freq >= 1, not {given}")
         if not all(0 <= beta < 1 for beta in (*betas, shampoo_beta)):
             raise ValueError(f"SOAP's betas lie in [0, 1), not {(*betas, shampoo_beta)}")
         defaults = {

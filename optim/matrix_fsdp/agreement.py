@@ -37,15 +37,13 @@ def _first_problem(rows: list[tuple[list[str], str]], names: list[str]) -> str:
     return ""
 
 
-def _exchanged(
-    links: Links, device: torch.device, values: list[str], problem: str
-) -> list[tuple[list[str], str]]:
+def _exchanged(links: Links, device: torch.device, values: list[str], problem: str) -> list[tuple[list[str], str]]:
     sizes = [_VALUE_BYTES] * len(values) + [_PROBLEM_BYTES]
     written = b"".join(_padded(text, size) for text, size in zip([*values, problem], sizes, strict=True))
     record = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(device)
-    rows = []
+    rows: list[tuple[list[str], str]] = []
     for row in links.exchange(record, "the comparison of plans"):
-        fields = [_text(part) for part in row.cpu().split(sizes)]
+        fields = [_text(part) for part in torch.split(row.cpu(), sizes)]
         rows.append((fields[:-1], fields[-1]))
     return rows
 

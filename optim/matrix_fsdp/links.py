@@ -118,6 +118,19 @@ class Links:
         self._start(ops, what).wait()
         return everyone
 
+    def bring_rows(self, mine: Tensor, counts: Sequence[int], to: int, what: str) -> Tensor:
+        """The rows of all ranks, `counts[rank]` from each, on rank `to`; elsewhere `mine`. Ranks with none stay out."""
+        if self.rank != to:
+            self._start([(to, self._op(dist.isend, mine.contiguous(), to, _EXCHANGE_TAG))], what).wait()
+            return mine
+        whole = mine.new_empty((sum(counts), *mine.shape[1:]))
+        parts = list(torch.split(whole, list(counts)))
+        parts[to].copy_(mine)
+        others = [rank for rank, count in enumerate(counts) if count and rank != to]
+        ops = [(rank, self._op(dist.irecv, parts[rank], rank, _EXCHANGE_TAG)) for rank in others]
+        self._start(ops, what).wait()
+        return whole
+
     def wait(self, work: Any) -> None:
         """Waits for one transfer; raises RuntimeError when it failed or took too long."""
         if self._blocking:

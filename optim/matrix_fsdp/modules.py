@@ -71,7 +71,8 @@ def problem_of(units: Sequence[UnitModules]) -> str:
         for each in unit.found:
             if reason := _reason(each.parameter):
                 return f"parameter {each.name} {reason}"
-            if each.parameter.numel() and (other := memory.setdefault(each.parameter.data_ptr(), each.name)) != each.name:
+            other = memory.setdefault(each.parameter.data_ptr(), each.name) if each.parameter.numel() else each.name
+            if other != each.name:
                 return f"parameter {each.name} shares its memory with {other}; tie them as one parameter object"
         dtypes = {each.parameter.dtype for each in unit.found}
         if len(dtypes) > 1:

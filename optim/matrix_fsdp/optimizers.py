@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from peerloom.optim.matrix_fsdp.errors import ShardingError
 from peerloom.optim.matrix_fsdp.modules import outer_matrices
-from peerloom.optim.matrix_fsdp.runtime import sharding_of
+from peerloom.optim.matrix_fsdp.runtime import holdings, sharding_of
 from peerloom.optim.soap import SOAP
 
 Matrix = Literal["muon", "soap", "basis_rotated"]
@@ -53,6 +53,20 @@ class OwnerOptimizer(Optimizer):
                 optimizer.state[parameter] = state
                 return
         raise KeyError(self.names.get(parameter, "a parameter of another model"))
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Learning rate, decay and the like of each group: the same on every rank, plain values only."""
+        plain = (bool, int, float, str, tuple, type(None))
+        return [{key: v for key, v in group.items() if isinstance(v, plain)} for group in self.param_groups]
+
+    def take_settings(self, groups: list[dict[str, Any]]) -> None:
+        """Takes up what `settings` gave, lists for tuples allowed; ValueError when the groups are other ones."""
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"the optimizer has {len(self.param_groups)} groups of parameters, not {len(groups)}")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            if unknown := saved.keys() - group.keys() - {"initial_lr"}:
+                raise ValueError(f"the optimizer has no {sorted(unknown)[0]}: it is another one")
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank alone and bound to this plan; `checkpoint.owned_state` gives what any plan can take up."""
@@ -130,8 +144,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 def _trainable(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter, int]], frozenset[str]]:
     """(name, what is here of it, dimensions) of every trainable parameter with elements here; names of the outer."""
     sharded = sharding_of(model)
-    if sharded is None:
-        listed = [(name, parameter, parameter.dim()) for name, parameter in model.named_parameters()]
-        return [each for each in listed if each[1].requires_grad], frozenset(outer_matrices(model))
-    listed = [(owned.name, owned.parameter, len(owned.whole_shape)) for owned in sharded.owned()]
-    return [each for each in listed if each[1].requires_grad], sharded.outer
+    outer = sharded.outer if sharded is not None else frozenset(outer_matrices(model))
+    listed = [(owned.name, owned.parameter, len(owned.whole_shape)) for owned in holdings(model)]
+    return [each for each in listed if each[1].requires_grad], outer

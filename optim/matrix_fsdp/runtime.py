@@ -6,24 +6,20 @@ gradients go to the owners, as a mean, while the next unit computes; the optimiz
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp.agreement import agree
-from peerloom.optim.matrix_fsdp.errors import ShardingError
-from peerloom.optim.matrix_fsdp.links import FanOut, Links, ReplicaLinks, Traffic
-from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
-from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Piece, Policy, plan_owners
-from peerloom.optim.matrix_fsdp.unit import Dtypes, Unit
+from peerloom.optim.matrix_fsdp.links import Links, Traffic
+from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
+from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
+from peerloom.optim.matrix_fsdp.unit import Unit
 
 _ATTRIBUTE = "_matrix_fsdp"
 _NO_BACKWARD = -1  # the id of the graph task outside of any backward pass
@@ -47,11 +43,13 @@ class ShardedModel:
     """A model whose parameters rest on their owners; call the model itself, as before."""
 
     def __init__(
-        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], links: Links, *, reshard_after_forward: bool,
-        mp: MixedPrecisionPolicy, outer: frozenset[str], replica_rank: int,
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], *,
+        reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
     ) -> None:  # fmt: skip
-        self.model, self.plan, self.units, self.links = model, plan, units, links
-        self.outer, self.replica_rank = outer, replica_rank
+        self.model, self.plan, self.units, self.links = model, plan, units, groups[0]
+        self.replica_rank = groups[1].rank if len(groups) > 1 else 0
+        self.outer = outer  # embeddings and head: AdamW's
+        self._groups = groups
         self._reshard, self._mp = reshard_after_forward, mp
         self._in_backward = False
         self._sync = True
@@ -61,6 +59,7 @@ class ShardedModel:
             unit.module.register_forward_pre_hook(self._before_forward(index), prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(self._after_forward(index))
             unit.on_gradient(self._when_taken(index))
+        setattr(model, _ATTRIBUTE, self)
 
     @property
     def rank(self) -> int:
@@ -87,6 +86,10 @@ class ShardedModel:
             for name, piece in unit.pieces.items()
         ]
 
+    def tell(self, problem: str = "") -> None:
+        """Waits until all ranks have come here; raises ShardingError on all when one brings a problem. RankLost."""
+        agree(self._groups, self.device, {}, problem)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here only add to the local gradients; the next one outside sends the sum to the owners."""
@@ -106,10 +109,10 @@ class ShardedModel:
                 self._reset()
             self._open(index, -1 if self._in_backward else 1)  # in a backward pass this is a recomputation
             if unit.has_frozen and not self._in_backward and torch.is_grad_enabled():
-                self._watch_inputs(unit, [*_tensors(args), *_tensors(kwargs)])
+                self._watch_inputs(unit, [*tensors_in(args), *tensors_in(kwargs)])
             if self._mp.param_dtype is None or not self._mp.cast_forward_inputs:
                 return None
-            return _cast(args, self._mp.param_dtype), _cast(kwargs, self._mp.param_dtype)
+            return cast(args, self._mp.param_dtype), cast(kwargs, self._mp.param_dtype)
 
         return hook
 
@@ -121,10 +124,10 @@ class ShardedModel:
                 return None
             with_graph = torch.is_grad_enabled()
             if index == 0 and self._mp.output_dtype is not None:
-                output = _cast(output, self._mp.output_dtype)
-            for tensor in _tensors(output) if with_graph else ():
+                output = cast(output, self._mp.output_dtype)
+            for tensor in tensors_in(output) if with_graph else ():
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._before_backward(index))
+                    on_gradient(tensor, lambda gradient: self._before_backward(index))
             # the rest of the model, with its head, is needed again at once, as in FSDP2
             if not with_graph or (self._reshard and index > 0):
                 unit.close()
@@ -155,7 +158,7 @@ class ShardedModel:
         if not self._in_backward:
             self._in_backward = True
             self._awaited = {at: set(unit.trainable) for at, unit in enumerate(self.units)}
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self._open(index, -1)
 
     def _when_taken(self, index: int) -> Callable[[str], None]:
@@ -185,7 +188,7 @@ class ShardedModel:
                 unit.close()
 
         for tensor in waiting:
-            tensor.register_hook(hook)
+            on_gradient(tensor, hook)
 
     def _reduce(self, unit: Unit) -> None:
         """One reduction is under way at a time, so that at most two units' gradients are in memory."""
@@ -213,169 +216,26 @@ class ShardedModel:
         return bool(self._awaited[self.units.index(unit)])
 
 
-def matrix_fully_shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: bool = True,
-    mp: MixedPrecisionPolicy | None = None,
-    policy: Policy = "role_greedy",
-    cost: Cost = "numel",
-    spread_outer: bool = True,
-    blocks: Sequence[nn.Module] | None = None,
-    fan_out: FanOut | None = None,
-    timeout_s: float = 60.0,
-    memory_limit: int | None = None,
-) -> ShardedModel:
-    """Shards `model` in place over the last dimension of `mesh`, whole matrices to owners; every rank must call it.
-
-    A mesh of two dimensions is (replicas, shard): gradients are also averaged over the replicas. Units are one a block
-    (`blocks`, by default the model's decoder layers) and one for the rest, which stays open from its forward to its
-    backward pass. Each rank's own values of what it owns are kept, so all ranks start from one model if they built
-    equal ones. Embeddings and head lie in even shares of rows on all ranks, or with `spread_outer=False` on owners. With
-    `mp.param_dtype` owners keep the model's dtype and send the other; gradients travel in `mp.reduce_dtype`. Create
-    optimizers afterwards (`build_optimizer`). `timeout_s` bounds every wait for another rank on gloo. `memory_limit`
-    is what this rank may use for parameters, gradients, moments and buffers, in bytes (default: a CUDA device's free
-    memory; on the CPU no limit).
-
-    Raises ShardingError, the same sentence on all ranks and before any weight is touched: another torch version, model,
-    plan or setting on some rank, a parameter that cannot be owned, too little memory. Raises RankLost.
-    """
-    policy_mp = mp or MixedPrecisionPolicy()
-    units, plan, problem = _planned(model, mesh.size(-1), policy, cost, spread_outer, blocks)
-    groups = _links(mesh, timeout_s, fan_out)
-    device = _device(mesh)
-    if plan is not None and not problem:
-        limit = memory_limit if memory_limit is not None else _free_memory(device)
-        problem = _too_large(plan, units, policy_mp, groups[0].rank, limit)
-    agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out), problem)
-    assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
-    outer = frozenset(outer_matrices(model))
-    replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if mesh.ndim == 2 else None
-    made = [
-        Unit(index, unit, plan.units[index], _dtypes(unit, policy_mp), device, groups[0], replicas)
-        for index, unit in enumerate(units)
-    ]
-    _move_buffers(model, device)
-    sharded = ShardedModel(
-        model, plan, made, groups[0], reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer,
-        replica_rank=mesh.get_local_rank(0) if mesh.ndim == 2 else 0,
-    )  # fmt: skip
-    setattr(model, _ATTRIBUTE, sharded)
-    return sharded
-
-
 def sharding_of(model: nn.Module) -> ShardedModel | None:
     """What `matrix_fully_shard` made of this model; None for a plain one."""
     found: ShardedModel | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
-def _planned(
-    model: nn.Module, world_size: int, policy: Policy, cost: Cost, spread_outer: bool, blocks: Sequence[nn.Module] | None
-) -> tuple[list[UnitModules], OwnerPlan | None, str]:
-    """Units, their plan, and what is wrong with them: it is raised only when all ranks know."""
-    if sharding_of(model) is not None:
-        return [], None, "this model is sharded already"
-    try:
-        units = find_units(model, blocks)
-        if problem := problem_of(units):
-            return units, None, problem
-        shapes = {unit.name: {found.name: tuple(found.parameter.shape) for found in unit.found} for unit in units}
-        here = {name for named in shapes.values() for name in named}
-        spread = outer_matrices(model) & here if spread_outer and world_size > 1 else set()
-        return units, plan_owners(shapes, world_size, policy, cost=cost, spread=spread), ""
-    except ShardingError as error:
-        return [], None, str(error)
-
-
-def _links(mesh: DeviceMesh, timeout_s: float, fan_out: FanOut | None) -> list[Links]:
-    """Of the shard dimension, and of the replicas if there are any."""
-    if mesh.ndim not in (1, 2):
-        raise ShardingError(f"a mesh has one dimension (shard) or two (replicas, shard), not {mesh.ndim}")
-    timeout = timedelta(seconds=timeout_s)
-    return [Links(mesh.get_group(dimension), timeout, fan_out or "p2p") for dimension in reversed(range(mesh.ndim))]
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
-def _facts(
-    units: list[UnitModules], plan: OwnerPlan | None, mp: MixedPrecisionPolicy, reshard: bool, fan_out: str | None
-) -> Mapping[str, str]:
-    listed = [
-        (found.name, tuple(found.parameter.shape), str(found.parameter.dtype), found.parameter.requires_grad)
-        for unit in units
-        for found in unit.found
+def holdings(model: nn.Module) -> list[Owned]:
+    """What is here of a model: what this rank owns of a sharded one, all of a plain one."""
+    sharded = sharding_of(model)
+    if sharded is not None:
+        return sharded.owned()
+    return [
+        Owned(name=name, piece=Piece(name=name, shape=tuple(each.shape)), whole_shape=tuple(each.shape), parameter=each)
+        for name, each in model.named_parameters()
     ]
-    settings = (reshard, fan_out, str(mp))
-    return {
-        "torch version": str(torch.__version__),
-        "model": hashlib.sha256(repr(listed).encode()).hexdigest(),
-        "plan": plan.checksum() if plan is not None else "",
-        "sharding setting": hashlib.sha256(repr(settings).encode()).hexdigest(),
-    }
 
 
-def _dtypes(unit: UnitModules, mp: MixedPrecisionPolicy) -> Dtypes:
-    rest = unit.found[0].parameter.dtype if unit.found else torch.float32
-    forward = mp.param_dtype or rest
-    return Dtypes(rest=rest, forward=forward, reduce=mp.reduce_dtype or forward)
-
-
-def _too_large(
-    plan: OwnerPlan, units: list[UnitModules], mp: MixedPrecisionPolicy, rank: int, limit: int | None
-) -> str:
-    """A sentence when this rank's share cannot fit: at rest values, gradients and two moments; open, two units."""
-    if limit is None:
-        return ""
-    dtypes = [_dtypes(unit, mp) for unit in units]
-    at_rest = sum(4 * unit.owned_numel(rank) * d.rest.itemsize for unit, d in zip(plan.units, dtypes, strict=True))
-    full = [unit.numel * (d.forward.itemsize + d.reduce.itemsize) for unit, d in zip(plan.units, dtypes, strict=True)]
-    needed = at_rest + full[0] + sum(sorted(full[1:])[-2:])
-    if needed <= limit:
-        return ""
-    gib = f"{needed / 2**30:.2f} GiB where {limit / 2**30:.2f} GiB are free"
-    return f"the model takes {gib}; use more ranks, a smaller model or a 16-bit param_dtype"
-
-
-def _free_memory(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in tuples, lists, mappings and dataclasses, a transformers output among them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for slot in fields(value):
-            yield from _tensors(getattr(value, slot.name))
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure with its floating-point tensors in `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict) and type(value) is not dict:  # a transformers output: attributes follow its items
-        for key in list(value):
-            value[key] = _cast(value[key], dtype)
-        return value
-    if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_cast(each, dtype) for each in value)
-    return value
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a model, sharded or plain, by its first name: the same on all ranks."""
+    sharded = sharding_of(model)
+    if sharded is not None:
+        return {name: shape for unit in sharded.units for name, shape in unit.plan.shapes.items()}
+    return {owned.name: owned.whole_shape for owned in holdings(model)}

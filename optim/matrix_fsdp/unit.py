@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from peerloom.optim.matrix_fsdp.layout import lay_out
 from peerloom.optim.matrix_fsdp.links import Links, Pending, ReplicaLinks, flat
 from peerloom.optim.matrix_fsdp.modules import UnitModules
-from peerloom.optim.matrix_fsdp.planner import Piece, UnitPlan
+from peerloom.optim.matrix_fsdp.planner import Piece, Shape, UnitPlan, numel
 
 _TAGS_A_UNIT = 1 << 12  # more than a unit has extents
 _FIRST_TAG = 16
@@ -51,7 +51,10 @@ class Unit:
         modules.found.clear()  # the whole parameters go as soon as their modules have let go of them
         self._gathering: Pending | None = None
         self._filled = False
-        self._forget_gradients()
+        self._gradients: Tensor | None = None
+        self._inbox: Tensor | None = None
+        self._reducing: Pending | None = None
+        self._written: set[str] = set()
         self.close()
 
     @property
@@ -76,9 +79,7 @@ class Unit:
         for extent in self.layout.of(self._links.rank):
             mine = self._own[extent.owned_start : extent.owned_start + extent.numel]
             self._wire[extent.full_start : extent.full_start + extent.numel].copy_(mine)
-        self._gathering = self._links.fan_out(
-            self.layout.extents, self._wire, self._tag, f"gathering {self.name}"
-        )
+        self._gathering = self._links.fan_out(self.layout.extents, self._wire, self._tag, f"gathering {self.name}")
 
     def open(self) -> None:
         """Puts the whole parameters in their modules. Raises RankLost."""
@@ -103,7 +104,8 @@ class Unit:
     def on_gradient(self, then: Callable[[str], None]) -> None:
         """Calls `then(name)` for each whole parameter whose gradient of this backward pass was taken."""
         for name in self.trainable:
-            self.whole[name].register_post_accumulate_grad_hook(self._taker(name, then))
+            register: Callable[[Callable[[Tensor], None]], object] = self.whole[name].register_post_accumulate_grad_hook
+            register(self._taker(name, then))
 
     def start_reduce(self) -> None:
         """Sends every gradient to its owner; what no backward pass has reached counts as zero."""
@@ -169,12 +171,17 @@ class Unit:
         self._storage = full.untyped_storage()
         self._storage_bytes = self._storage.nbytes()
         # apart from the parameters' tensors: filling it must not count as a change of what autograd saved
-        self._wire = torch.empty(0, dtype=forward, device=self.device).set_(self._storage, 0, (self.layout.numel,))
+        self._wire = self._view_of_full(0, (self.layout.numel,))
         self.whole: dict[str, nn.Parameter] = {}
         for name, start in self.layout.starts.items():
-            view = torch.empty(0, dtype=forward, device=self.device)
-            view.set_(self._storage, start, self.plan.shapes[name])
+            view = self._view_of_full(start, self.plan.shapes[name])
             self.whole[name] = nn.Parameter(view, requires_grad=name in self.trainable)
+
+    def _view_of_full(self, start: int, shape: Shape) -> Tensor:
+        """A tensor on the full buffer's storage with a version counter of its own."""
+        tensor = torch.empty(0, dtype=self._dtypes.forward, device=self.device)
+        strides = [numel(shape[at + 1 :]) for at in range(len(shape))]
+        return tensor.set_(self._storage, start, shape, strides)
 
     def _install(self, parameters: dict[str, nn.Parameter]) -> None:
         for name, places in self._places.items():
@@ -216,17 +223,16 @@ class Unit:
             part = full[extent.full_start : extent.full_start + extent.numel]
             mine[extent.owned_start : extent.owned_start + extent.numel].copy_(part)
         assert self._inbox is not None  # ours: the reduction was started
-        rows = [mine if source == rank else self._inbox[(source - rank) % world_size - 1] for source in range(world_size)]
+        inbox = self._inbox
+        rows = [mine if source == rank else inbox[(source - rank) % world_size - 1] for source in range(world_size)]
         total = rows[0].to(self._dtypes.rest, copy=True)
         for row in rows[1:]:
             total.add_(row)
         return total
 
     def _forget_gradients(self) -> None:
-        self._gradients: Tensor | None = None
-        self._inbox: Tensor | None = None
-        self._reducing: Pending | None = None
-        self._written: set[str] = set()
+        self._gradients = self._inbox = self._reducing = None
+        self._written = set()
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
