@@ -123,18 +123,18 @@ def build_optimizer(
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scales all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
 
-    Each rank adds up the squares of what it owns, and one scalar is summed over the ranks. For plain models
-    torch.nn.utils.clip_grad_norm_ does the same.
+    Each rank adds up the squares of what it owns, and one scalar is summed over the ranks: in fp64, so that the norm,
+    rounded to fp32, does not depend on who owns what. Plain models are clipped alike.
     """
     gradients = [parameter.grad for _, parameter, _ in _trainable(model)[0] if parameter.grad is not None]
     sharded = sharding_of(model)
     device = sharded.device if sharded is not None else next(model.parameters()).device
-    squares = torch.zeros(1, dtype=torch.float32, device=device)
+    squares = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
-        squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     if sharded is not None:
         sharded.links.sum_scalar(squares)
-    norm = squares.sqrt().squeeze()
+    norm = squares.sqrt().squeeze().float()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))
