@@ -138,7 +138,9 @@ class Unit:
                 _accumulate(self.sharded[piece.name], total[start : start + piece.numel].view(piece.shape))
 
     def drop_gradients(self) -> None:
-        """Forgets gradients that no owner has yet: those of a backward pass that failed."""
+        """Forgets gradients that no owner has yet: those of a backward pass that failed. Raises RankLost."""
+        if self._reducing is not None:
+            self._reducing.wait()  # the transfer under way must not meet the next one
         self._forget_gradients()
 
     @property

@@ -31,7 +31,6 @@ from peerloom.optim.matrix_fsdp import (
     holdings,
     matrix_fully_shard,
 )
-from peerloom.optim.matrix_fsdp.links import Traffic
 
 VOCABULARY, LENGTH = 96, 16
 Array = NDArray[np.float32]
@@ -190,7 +189,8 @@ def ddp_run(rank: int, ranks: int, case: Case, in_rank_order: bool) -> Outcome |
     model = make_model(case)
     parallel = DistributedDataParallel(model, process_group=group)
     if in_rank_order:
-        parallel.register_comm_hook(group, _mean_in_rank_order)
+        # torch compares the hook's annotations, and ours are strings
+        parallel.register_comm_hook(group, lambda group, bucket: _mean_in_rank_order(group, bucket))
     optimizer = make_optimizer(model, case)
     losses = []
     for step in range(case.steps):
@@ -284,10 +284,11 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     model = make_model(case)
     sharded = matrix_fully_shard(model, mesh, **case.sharding)
     optimizer = make_optimizer(model, case)
+    compared = sharded.traffic.messages
     with counted_calls() as passes:
         loss = loss_of(model, 0, slice(rank, rank + 1), ranks)
         loss.backward()  # type: ignore[no-untyped-call]
-    before = replace_traffic(sharded)
+    before = replace(sharded.traffic)
     with counted_calls() as clipping:
         clip_grad_norm_(model, 1.0)
     with counted_calls() as step:
@@ -296,15 +297,11 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     resident = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
     moments = [v for o in holdings(model) for v in optimizer.state_of(o.parameter).values() if v.dim()]
     return {
-        "passes": passes, "clipping": clipping, "step": step, "traffic": before, "after": replace_traffic(sharded),
+        "passes": passes, "clipping": clipping, "step": step, "compared": compared, "traffic": before, "after": replace(sharded.traffic),
         "resident": sum(storage.nbytes() for storage in resident.values()),
         "moments": sum(value.nbytes for value in moments), "full": [unit.is_full for unit in sharded.units],
         "plan": sharded.plan,
     }  # fmt: skip
-
-
-def replace_traffic(sharded: ShardedModel) -> Traffic:
-    return replace(sharded.traffic)
 
 
 def refused(rank: int, ranks: int, odd: int, how: str) -> tuple[str, bool] | None:

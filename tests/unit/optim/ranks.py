@@ -28,6 +28,7 @@ class Ranks:
     def __init__(self, world_size: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(world_size)]
+        self._broken = False  # an answer was not waited for: the next one would be taken for another's
         self._pipes: list[Connection[Any, Any]] = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
         self._host = context.Process(target=_host, args=(theirs, str(folder / "store")))
@@ -54,11 +55,13 @@ class Ranks:
         return [self.answer(rank) for rank in range(len(self._pipes))]
 
     def start(self, ranks: Sequence[int], work: Callable[..., Any], *arguments: Any) -> None:
+        assert not self._broken, "these ranks hang since an earlier test"
         for rank in ranks:
             self._pipes[rank].send((work, arguments))
 
     def answer(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(ANSWER_S), f"rank {rank} said nothing for {ANSWER_S:.0f} s"
+        self._broken = not self._pipes[rank].poll(ANSWER_S)
+        assert not self._broken, f"rank {rank} said nothing for {ANSWER_S:.0f} s"
         return self._pipes[rank].recv()
 
 
