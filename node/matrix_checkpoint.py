@@ -13,6 +13,7 @@ A folder holds whole tensors, so any world size takes it up. It appears under it
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ def save(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None, extra
                 _finish(temporary, folder, {"extra": dict(extra), "groups": groups})
     except StorageError:
         if _is_first(model):
-            remove(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)  # what it cannot remove, the error that goes on explains
         raise
 
 

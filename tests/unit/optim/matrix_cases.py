@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from peerloom.node import matrix_checkpoint
@@ -297,7 +297,8 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     resident = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
     moments = [v for o in holdings(model) for v in optimizer.state_of(o.parameter).values() if v.dim()]
     return {
-        "passes": passes, "clipping": clipping, "step": step, "compared": compared, "traffic": before, "after": replace(sharded.traffic),
+        "passes": passes, "clipping": clipping, "step": step,
+        "compared": compared, "traffic": before, "after": replace(sharded.traffic),
         "resident": sum(storage.nbytes() for storage in resident.values()),
         "moments": sum(value.nbytes for value in moments), "full": [unit.is_full for unit in sharded.units],
         "plan": sharded.plan,
@@ -316,7 +317,7 @@ def refused(rank: int, ranks: int, odd: int, how: str) -> tuple[str, bool] | Non
     model = make_model(case)
     try:
         if rank == odd:
-            sharding = _spoil(model, how)
+            sharding = _spoil(model, how, mesh)
         before = [(id(parameter), _bytes_of(parameter)) for parameter in model.parameters()]
         matrix_fully_shard(model, mesh, **sharding)
     except ShardingError as error:
@@ -326,15 +327,15 @@ def refused(rank: int, ranks: int, odd: int, how: str) -> tuple[str, bool] | Non
     return "", True
 
 
-def _spoil(model: nn.Module, how: str) -> dict[str, Any]:
+def _spoil(model: nn.Module, how: str, mesh: DeviceMesh) -> dict[str, Any]:
     layer = model.get_submodule("model.layers.1.mlp.up_proj")
     weight = layer.get_parameter("weight").detach()
     spoilt: dict[str, Callable[[], Tensor]] = {
         "view": lambda: torch.zeros(2, *weight.shape)[0],
-        "strided": lambda: weight.T.clone().T,
+        "strided": lambda: weight.T.contiguous().T,
         "sparse": weight.to_sparse,
         "complex": lambda: weight.to(torch.complex64),
-        "dtensor": lambda: distribute_tensor(weight, mesh_of(1), [Replicate()]),
+        "dtensor": lambda: DTensor.from_local(weight, mesh, [Replicate()], run_check=False),
         "shared": lambda: model.get_parameter("model.layers.0.mlp.up_proj.weight").detach(),
         "half": weight.half,
     }
