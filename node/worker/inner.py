@@ -1,13 +1,15 @@
-"""The inner optimization: AdamW or Muon steps of a causal LM, its evaluation, and its state by parameter name."""
+"""The inner optimization: AdamW, Muon or basis-rotated steps of a causal LM, its evaluation, its state by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.protocol.runspec import TrainSpec
 
 
@@ -15,9 +17,10 @@ class InnerLoop:
     """Trains `model` in place; token windows are (batch, length + 1) int64 on any device.
 
     AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
-    the hidden matrices, and AdamW keeps embeddings, head and vectors. Weight decay on matrices only (embeddings
-    included), not on norms and biases. On CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it
-    after the parameters have their final memory.
+    the hidden matrices, and AdamW keeps embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all,
+    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases. On
+    CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the parameters have their final
+    memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:
@@ -26,17 +29,22 @@ class InnerLoop:
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
         self._device = self._parameters[0].device
-        self._hidden = _hidden_matrices(model) if train.optimizer == "muon" else set()
-        self._adamw, self._muon = self._fresh()
+        self._hidden = set() if train.optimizer == "adamw" else _hidden_matrices(model)
+        self._adam, self._muon = self._fresh()
 
-    def _fresh(self) -> tuple[torch.optim.AdamW | None, torch.optim.Muon | None]:
+    def _fresh(self) -> tuple[torch.optim.Optimizer | None, torch.optim.Muon | None]:
         """Both optimizers without moments, None where one has no parameters."""
         train = self._train
         hidden = [parameter for name, parameter in self._named if name in self._hidden]
         others = [parameter for name, parameter in self._named if name not in self._hidden]
         matrices = [parameter for parameter in others if parameter.dim() >= 2]
         vectors = [parameter for parameter in others if parameter.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        if train.optimizer == "basis_rotated":
+            return _basis_rotated(hidden, groups, train), None
         betas = (train.beta1, train.beta2)
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], train.learning_rate, betas, train.eps, fused=True
@@ -48,8 +56,8 @@ class InnerLoop:
 
     def step(self, windows: Tensor, rate: float) -> Tensor:
         """One optimizer step at `rate` (AdamW's; Muon's follows); returns the mean loss in nats a token, detached."""
-        if self._adamw is not None:
-            _set_rate(self._adamw, rate)
+        if self._adam is not None:
+            _set_rate(self._adam, rate)
         if self._muon is not None:
             _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
         self._model.train()
@@ -77,13 +85,13 @@ class InnerLoop:
 
     def reset(self) -> None:
         """Forgets the moments."""
-        self._adamw, self._muon = self._fresh()
+        self._adam, self._muon = self._fresh()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in (self._adamw, self._muon) if optimizer is not None]
+        return [optimizer for optimizer in (self._adam, self._muon) if optimizer is not None]
 
     def _of(self, name: str) -> torch.optim.Optimizer:
-        optimizer = self._muon if name in self._hidden else self._adamw
+        optimizer = self._adam if self._muon is None or name not in self._hidden else self._muon
         assert optimizer is not None  # ours: made where it has a parameter
         return optimizer
 
@@ -101,10 +109,31 @@ class InnerLoop:
         for name, parameter in self._named:
             found = {key.split("/", 1)[0]: value for key, value in state.items() if key.split("/", 1)[1] == name}
             for what, value in found.items():
-                if value.dim() and value.shape != parameter.shape:
-                    raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                fits = _state_shape(what, parameter)
+                if value.dim() and value.shape != fits:
+                    raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
                 where = None if what == "step" and self._device.type == "cpu" else self._device
                 self._of(name).state[parameter][what] = value.clone().to(where) if where else value.clone()
+
+
+def _basis_rotated(hidden: Sequence[Tensor], others: list[dict[str, Any]], train: TrainSpec) -> BasisRotatedAdam:
+    plain = [{**group, "rotate": False} for group in others if group["params"]]
+    return BasisRotatedAdam(
+        ([{"params": list(hidden)}] if hidden else []) + plain,
+        train.learning_rate,
+        (train.beta1, train.beta2),
+        train.eps,
+        train.weight_decay,
+        train.rotation_source,
+        train.rotation_geometry,
+        train.rotation_freq,
+    )
+
+
+def _state_shape(what: str, parameter: Tensor) -> torch.Size:
+    """Of a tensor of the optimizer's state: a basis and its covariance are square, the rest are as their parameter."""
+    side = {"left": 0, "right": 1}.get(what.split("_", 1)[0])
+    return parameter.shape if side is None else torch.Size((parameter.shape[side],) * 2)
 
 
 def _hidden_matrices(model: nn.Module) -> set[str]:

@@ -36,7 +36,7 @@ def dht_rows() -> list[Row]:
     return [row for each in found for row in each]
 
 
-@pytest.mark.parametrize("name", ["overhead", "exchange", "dht"])
+@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "basis_rotation"])
 def test_each_runs_alone_and_names_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

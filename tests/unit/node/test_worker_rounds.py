@@ -16,7 +16,8 @@ from peerloom.node.worker.model import build_model
 from peerloom.node.worker.pace import RESERVE, another_step, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.unit.node.test_worker import assert_equal, state
 from tests.unit.node.tiny import never, task, tiny_spec, write_text
 
@@ -120,12 +121,12 @@ def test_how_many_steps_and_reservations() -> None:
     assert next(reservations(fixed, 40)) == 3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_both_optimizers_resume_bit_for_bit(
-    source: Path, tmp_path: Path, optimizer: Literal["adamw", "muon"]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+def test_every_optimizer_resumes_bit_for_bit(
+    source: Path, tmp_path: Path, optimizer: Literal["adamw", "muon", "basis_rotated"]
 ) -> None:
     spec = tiny_spec(source)
-    spec = replace(spec, train=replace(spec.train, optimizer=optimizer))
+    spec = replace(spec, train=replace(spec.train, optimizer=optimizer, rotation_freq=3))
     straight, first = (task(spec, tmp_path / name) for name in ("straight", "broken"))
     for worker, rounds in ((straight, 4), (first, 2)):
         for number in range(rounds):
@@ -158,14 +159,40 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(source: Path) -> None
     assert muon | adamw == set(named) and not muon & adamw
     assert muon == {name for name in named if ".layers." in name and named[name].dim() == 2}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= adamw
-    assert inner._muon is not None and inner._adamw is not None
+    assert inner._muon is not None and inner._adam is not None
     assert inner._muon.param_groups[0]["lr"] == pytest.approx(0.02)  # half of its own peak, as AdamW of its
-    assert inner._adamw.param_groups[0]["lr"] == pytest.approx(spec.train.learning_rate / 2)
+    assert inner._adam.param_groups[0]["lr"] == pytest.approx(spec.train.learning_rate / 2)
 
 
-def test_muon_lowers_the_held_out_loss(source: Path, tmp_path: Path) -> None:
+def test_the_hidden_matrices_are_rotated_and_the_rest_not(source: Path) -> None:
+    spec = tiny_spec(source)
+    spec = replace(
+        spec,
+        train=replace(spec.train, optimizer="basis_rotated", rotation_source="1st", rotation_freq=2),
+        model=replace(spec.model, tie_embeddings=False),
+    )
+    inner = InnerLoop(build_model(spec), spec.train)
+    inner.step(torch.randint(0, 256, (2, 17)), spec.train.learning_rate / 2)
+    kept = inner.state()
+    shapes = {name: parameter.shape for name, parameter in inner._model.named_parameters()}
+    rotated = {key.split("/", 1)[1] for key in kept if key.startswith("left/")}
+    assert rotated == {name for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
+    assert not any(key.startswith("left_cov/") for key in kept)
+    assert {key.split("/", 1)[1] for key in kept if key.startswith("exp_avg/")} == set(shapes)
+    assert inner._adam is not None and {group["lr"] for group in inner._adam.param_groups} == {
+        spec.train.learning_rate / 2
+    }
+    name = min(rotated)
+    with pytest.raises(ValueError, match=f"right of {name} has shape"):
+        inner.load_state({**kept, f"right/{name}": torch.eye(3)})
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "basis_rotated"])
+def test_each_lowers_the_held_out_loss(
+    source: Path, tmp_path: Path, optimizer: Literal["muon", "basis_rotated"]
+) -> None:
     spec = tiny_spec(source, local_steps=10)
-    worker = task(replace(spec, train=replace(spec.train, optimizer="muon")), tmp_path)
+    worker = task(replace(spec, train=replace(spec.train, optimizer=optimizer)), tmp_path)
     before = worker.ready().held_out_loss
     for number in range(4):
         worker.train(number, never)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerloom.protocol.errors import SpecError
-from peerloom.protocol.runspec import DataSpec, GaslocSpec, ModelSpec, RunSpec, TrainSpec, stable_alpha
+from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 
@@ -73,7 +74,9 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
         (GaslocSpec(clip_radius=0.5), "clip_radius = 0.5: must be 0 or at least 1"),
         (GaslocSpec(round_s=-1.0), "round_s = -1.0: must be a number from 0 to 86400"),
         (TrainSpec(muon_learning_rate=0.0), "above 0"),
-        (TrainSpec(optimizer="sgd"), "one of 'adamw', 'muon'"),  # type: ignore[arg-type]
+        (TrainSpec(rotation_freq=0), "an integer from 1"),
+        (TrainSpec(rotation_source="3rd"), "one of '1st', '2nd'"),  # type: ignore[arg-type]
+        (TrainSpec(optimizer="sgd"), "one of 'adamw', 'muon', 'basis_rotated'"),  # type: ignore[arg-type]
         (GaslocSpec(gamma=1.0), "below 1"),
         (GaslocSpec(match_timeout_s=0.0), "above 0"),
         (DataSpec(held_out=0.5), "below 0.5"),

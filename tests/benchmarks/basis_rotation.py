@@ -1,0 +1,142 @@
+"""Basis rotation under the delays of a deep asynchronous pipeline: steps to a loss over the method's own without delay,
+and what a step costs over AdamW's.
+
+Exactly delayed gradients on the standard library's text. The rule, fixed before any run: a loss is the mean of the last
+5 held-out evaluations; the target is what AdamW at its best rate reaches with the delays on every seed, up to the next
+hundredth; each method takes, with and without delay, the rate with the fewest steps to it on average over seeds, from a
+grid that grows by factors of two until no best rate lies on its edge.
+
+`--quick`: three methods, 200 steps, one seed, and the small step cost, within 60 s: a look, no result. Without a flag:
+all methods, 2 seeds. `--full`: 3 seeds, and shorter, longer and larger runs of three methods, whose rows end in the
+setting's name. Finished runs are kept in results/basis_rotation/ and never run twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.benchmarks.basis_rotation_cost import cost_rows
+from tests.benchmarks.basis_rotation_model import Size
+from tests.benchmarks.basis_rotation_plot import plot
+from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, sweep, target_loss
+from tests.benchmarks.basis_rotation_train import METHODS, Kind, Plan
+from tests.benchmarks.rows import Row, main
+
+RESULTS = Path(__file__).parent / "results" / "basis_rotation"
+GRID = {1: (1e-3, 2e-3, 4e-3, 8e-3), 32: (5e-4, 1e-3, 2e-3, 4e-3)}
+TRENDS = {
+    "short": replace(Plan(), steps=1500, warmup=75),
+    "long": replace(Plan(), steps=12_000, warmup=600),
+    "wide": replace(Plan(), size=Size(width=64, heads=4, hidden=192, length=64, batch=4), steps=8000, warmup=400),
+}
+QUICK_PLAN = replace(Plan(), steps=200, warmup=20, eval_every=10)
+QUICK_GRID = {1: (4e-3, 8e-3), 32: (1e-3, 4e-3)}
+QUICK: tuple[Kind, ...] = ("adamw", "nesterov", "2nd_bi")
+BASELINES: tuple[Kind, ...] = ("adamw", "pipedream_lr", "nesterov")
+Found = dict[tuple[Kind, int], Outcome]
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """Runs what is missing, prints every method's best, draws the plot, and gives the rows."""
+    torch.set_num_threads(1)
+    if arguments.quick:
+        rows = slowdowns(QUICK_PLAN, QUICK, QUICK_GRID, [0], None)
+    else:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        rows = slowdowns(Plan(), METHODS, GRID, range(3 if arguments.full else 2), RESULTS)
+    for name, plan in TRENDS.items() if arguments.full else ():
+        rows += slowdowns(plan, QUICK, GRID, range(2), RESULTS, name)
+    return [*rows, *cost_rows(quick=arguments.quick)]
+
+
+def slowdowns(
+    plan: Plan,
+    kinds: Sequence[Kind],
+    grid: dict[int, Sequence[float]],
+    seeds: Sequence[int],
+    folder: Path | None,
+    trend: str = "",
+) -> list[Row]:
+    """The sweep of one plan; with a folder its runs and plot are kept there, and the grid grows off its edges."""
+    curves = Curves(plan, folder)
+    processes = max(1, min(2, os.cpu_count() or 1))
+    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=folder is not None)
+    target = target_loss(curves, seeds)
+    found = outcomes(curves, kinds, seeds, target)
+    report(curves, found, target)
+    if folder is not None:
+        path = folder / f"slowdown{trend and '_' + trend}.png"
+        drawn = plot(curves, list(found.values()), seeds, target, path)
+        print(f"plot: {path}" if drawn else "no plot: install the extra `bench` for matplotlib")
+    return slowdown_rows(plan, found, target, len(seeds), trend)
+
+
+def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:
+    """Each method's best at both depths, where it was run on all seeds."""
+    tried = {
+        (kind, depth): outcome(curves, kind, depth, seeds, target) for kind in kinds for depth in (1, curves.plan.depth)
+    }
+    return {key: best for key, best in tried.items() if best is not None}
+
+
+def report(curves: Curves, found: Found, target: float) -> None:
+    """Every method's best rate, its steps on each seed, and whether the rate lies on an edge."""
+    print(f"target {target:.2f}; {curves.plan.size.numel():,} parameters, {curves.plan.steps} steps")
+    for (kind, depth), best in found.items():
+        steps = " ".join("-" if one is None else f"{one:.0f}" for one in best.by_seed)
+        edge = "  ON AN EDGE" if best.at_edge else ""
+        print(f"{kind:13} P={depth:<3} lr {best.lr:<8g} steps {steps}  last loss {best.loss:.4f}{edge}")
+
+
+def slowdown(plan: Plan, found: Found, kind: Kind) -> tuple[float, float, bool] | None:
+    """(steps with the delays, without, reached); the whole run's length where the target was not reached."""
+    late, alone = found.get((kind, plan.depth)), found.get((kind, 1))
+    if late is None or alone is None or alone.steps is None:
+        return None
+    return (plan.steps if late.steps is None else late.steps, alone.steps, late.steps is not None)
+
+
+def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int, trend: str = "") -> list[Row]:
+    """One for each method, its own run without delay as the baseline; and 2nd-bi's steps over the best baseline's."""
+    rows, end = [], trend and f"_{trend}"
+    for kind in METHODS:
+        figure = slowdown(plan, found, kind)
+        if figure is not None:
+            late, alone, reached = figure
+            rates = f"lr {found[kind, plan.depth].lr:g} and {found[kind, 1].lr:g}"
+            rows.append(
+                Row(
+                    name=f"slowdown_{kind}{end}",
+                    value=late,
+                    unit="steps" if reached else "steps, target NOT reached",
+                    baseline="P = 1",
+                    baseline_value=alone,
+                    setting=f"P = {plan.depth}, to {target:.2f} nats a byte, {plan.size.numel():,} parameters, "
+                    f"{plan.steps} steps, {rates}, {seeds} seeds",
+                )
+            )
+    others = [(slowdown(plan, found, kind), kind) for kind in BASELINES]
+    best = min(((figure[0], kind) for figure, kind in others if figure is not None and figure[2]), default=None)
+    ours = slowdown(plan, found, "2nd_bi")
+    if best is not None and ours is not None:
+        rows.append(
+            Row(
+                name=f"iterations_2nd_bi{end}",
+                value=ours[0],
+                unit="steps",
+                baseline=best[1],
+                baseline_value=best[0],
+                setting=f"P = {plan.depth}, to {target:.2f} nats a byte, {seeds} seeds",
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure)
