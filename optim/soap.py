@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from peerloom.optim.eigenbasis import Rotation, first_from_covariance, next_from_covariance
+
 
 class SOAP(Optimizer):
     """SOAP for matrices, with decoupled weight decay; a side longer than `max_side` keeps the identity.
@@ -85,32 +87,33 @@ def _begin(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
     state["exp_avg_sq"] = torch.zeros_like(parameter)
     for side, outer in _outer_products(gradient, group["max_side"]).items():
         state[f"{side}_cov"] = outer.mul_(1 - group["shampoo_beta"])
-        state[side] = torch.linalg.eigh(outer).eigenvectors.flip(-1).contiguous()
+    _keep(state, first_from_covariance(state.get("left_cov"), state.get("right_cov")))
 
 
 def _update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     state["step"] += 1
     step = int(state["step"])
+    basis = Rotation(state.get("left"), state.get("right"))
     state["exp_avg"].lerp_(gradient, 1 - beta1)
-    rotated = _rotate(gradient, state)
+    rotated = basis.into(gradient)
     state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
-    update = _rotate(state["exp_avg"], state).div_(state["exp_avg_sq"].sqrt().add_(group["eps"]))
+    update = basis.into(state["exp_avg"]) / (state["exp_avg_sq"].sqrt() + group["eps"])
     scale = math.sqrt(1 - beta2**step) / (1 - beta1**step)
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    parameter.sub_(_rotate_back(update, state), alpha=group["lr"] * scale)
+    parameter.sub_(basis.back(update), alpha=group["lr"] * scale)
     for side, outer in _outer_products(gradient, group["max_side"]).items():
         state[f"{side}_cov"].lerp_(outer, 1 - group["shampoo_beta"])
-        if step % group["freq"] == 0:
-            _refresh(state, side)
+    if step % group["freq"] == 0:
+        basis, second = next_from_covariance(
+            basis, state.get("left_cov"), state.get("right_cov"), state["exp_avg_sq"]
+        )
+        state["exp_avg_sq"] = second.contiguous()
+        _keep(state, basis)
 
 
-def _refresh(state: dict[str, Any], side: str) -> None:
-    """One power step; columns sorted by their eigenvalue first, and the second moment with them."""
-    image = state[f"{side}_cov"] @ state[side]
-    order = (state[side] * image).sum(0).argsort(descending=True, stable=True)
-    state["exp_avg_sq"] = state["exp_avg_sq"].index_select(0 if side == "left" else 1, order)
-    state[side] = torch.linalg.qr(image[:, order]).Q.contiguous()
+def _keep(state: dict[str, Any], basis: Rotation) -> None:
+    state |= {side: found.contiguous() for side, found in basis._asdict().items() if found is not None}
 
 
 def _outer_products(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
@@ -121,15 +124,3 @@ def _outer_products(gradient: Tensor, max_side: int) -> dict[str, Tensor]:
     if 1 < columns <= max_side:
         found["right"] = gradient.T @ gradient
     return found
-
-
-def _rotate(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    left, right = state.get("left"), state.get("right")
-    matrix = matrix.clone() if left is None else left.T @ matrix
-    return matrix if right is None else matrix @ right
-
-
-def _rotate_back(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    left, right = state.get("left"), state.get("right")
-    matrix = matrix if left is None else left @ matrix
-    return matrix if right is None else matrix @ right.T

@@ -58,7 +58,8 @@ class Links:
 
     Everything is point to point, where a failure names its rank and every byte is counted; with
     `fan_out="broadcast"` segments travel in one broadcast an owner instead. Transfers of a group are started in the
-    same order on all its ranks. `timeout` bounds each wait on gloo; NCCL's own watchdog applies the group's.
+    same order on all its ranks. `timeout`, which may be changed, bounds each wait on gloo; NCCL's own watchdog applies
+    the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:
@@ -67,7 +68,7 @@ class Links:
         self.traffic = Traffic()
         self._group = group
         self._blocking = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
-        self._timeout = timeout
+        self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
 
     def fan_out(self, extents: Sequence[Extent], full: Tensor, tag: int, what: str) -> Pending:
@@ -134,7 +135,7 @@ class Links:
     def wait(self, work: Any) -> None:
         """Waits for one transfer; raises RuntimeError when it failed or took too long."""
         if self._blocking:
-            work.wait(self._timeout)
+            work.wait(self.timeout)
         else:
             work.wait()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.optim.matrix_fsdp.errors import ShardingError
 from peerloom.optim.matrix_fsdp.modules import outer_matrices
 from peerloom.optim.matrix_fsdp.runtime import holdings, sharding_of
@@ -16,7 +17,9 @@ from peerloom.optim.soap import SOAP
 
 Matrix = Literal["muon", "soap", "basis_rotated"]
 
-_MATRIX_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"muon": Muon, "soap": SOAP}
+_MATRIX_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "muon": Muon, "soap": SOAP, "basis_rotated": BasisRotatedAdam,
+}  # fmt: skip
 
 
 class OwnerOptimizer(Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -32,6 +33,7 @@ class Figures:
 def work(pipe: Connection[Any, Any], rank: int, world_size: int, store: str, size: Size) -> None:
     """Answers ("turn", methods) with {method: Figures} of one step each, ("costs",) with what the simulation needs."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames all_gather_into_tensor, which older ones need
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     if cuda:
         torch.cuda.set_device(rank)

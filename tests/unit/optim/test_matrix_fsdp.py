@@ -36,6 +36,7 @@ CASES = {
     "accumulated, no divisor of two": (3, Case(steps=3, accumulate=4, clip=0.7)),
     "tied": (3, Case(steps=3, tied=True)),
     "soap": (3, Case(steps=3, matrix="soap", settings=SOAP)),
+    "basis-rotated": (3, Case(steps=3, matrix="basis_rotated", settings=SOAP)),
     "open from forward to backward": (3, Case(steps=3, sharding={"reshard_after_forward": False})),
     "recomputed": (2, Case(steps=3, checkpointing=False)),
     "recomputed, reentrant": (2, Case(steps=3, checkpointing=True)),
