@@ -51,6 +51,7 @@ def test_the_simulation_adds_up_what_it_says() -> None:
     per_byte = 4e-3 / (12e6 - 3072)
     moved = 32 * 4 * (4 * QUICK.width**2 + 3 * QUICK.width * QUICK.mlp) * 15 / 16 * per_byte
     assert found.stock_s == pytest.approx(orthogonalized + latencies + moved)
+    assert found.compute_ratio == pytest.approx(orthogonalized / found.ours_s) and found.compute_ratio <= 16
     assert orthogonalized / 16 <= found.ours_s <= 1.5 * orthogonalized / 16
     lines = matrix_fsdp_simulation.table(QUICK, COSTS).splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["8", "16", "32", "64"]

@@ -103,4 +103,4 @@ def _rank(rank: int, pipes: list[Connection[Any, Any]], store: str) -> None:
         except Exception as error:
             error.add_note(traceback.format_exc())
             pipe.send(error)
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # taking down a group that has lost a rank waits for it

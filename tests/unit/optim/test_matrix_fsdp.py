@@ -190,6 +190,7 @@ def test_what_one_rank_cannot_shard_all_refuse_and_no_weight_is_touched(five: Ra
     assert all(said.startswith(sentence) and untouched for said, untouched in answers), answers
 
 
+@pytest.mark.slow
 def test_who_is_lost_is_named_by_those_who_wait(tmp_path: Path) -> None:
     with Ranks(5, tmp_path) as ranks:
         ranks.start(range(5), meets_a_loss, 1, 4)
