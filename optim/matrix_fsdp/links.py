@@ -1,0 +1,193 @@
+"""Bytes between owners and the other ranks of a shard group: fan-out of segments, fan-in of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from peerloom.optim.matrix_fsdp.errors import RankLost
+from peerloom.optim.matrix_fsdp.layout import Extent, UnitLayout
+
+FanOut = Literal["p2p", "broadcast"]
+
+_EXCHANGE_TAG = 1
+_PROBE = timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload this rank has sent and received, in bytes, and the messages it took; `scalars` are all-reduces of one."""
+
+    gather_sent: int = 0
+    gather_received: int = 0
+    reduce_sent: int = 0
+    reduce_received: int = 0
+    replicate_reduced: int = 0
+    messages: int = 0
+    scalars: int = 0
+
+
+class Pending:
+    """Transfers under way, each with the rank at its other end, None for a collective's."""
+
+    def __init__(self, links: Links, what: str, works: list[tuple[int | None, Any]]) -> None:
+        self._links = links
+        self._what = what
+        self._works = works
+
+    def wait(self) -> None:
+        """Returns when all are done; raises RankLost, naming the ranks whose transfers failed."""
+        works, self._works = self._works, []
+        for at, (peer, work) in enumerate(works):
+            try:
+                self._links.wait(work)
+            except RuntimeError as error:
+                failed = {peer, *(other for other, later in works[at + 1 :] if _has_failed(later))}
+                lost = tuple(sorted(rank for rank in failed if rank is not None))
+                raise RankLost(lost, self._what, str(error).strip().split("\n")[0]) from error
+
+
+class Links:
+    """The links of one shard group; ranks are ranks in the group.
+
+    Everything is point to point, where a failure names its rank and every byte is counted; with
+    `fan_out="broadcast"` segments travel in one broadcast an owner instead. Transfers of a group are started in the
+    same order on all its ranks. `timeout`, which may be changed, bounds each wait on gloo; NCCL's own watchdog applies
+    the group's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.traffic = Traffic()
+        self._group = group
+        self._blocking = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
+        self.timeout = timeout
+        self._broadcasts = fan_out == "broadcast"
+
+    def fan_out(self, extents: Sequence[Extent], full: Tensor, tag: int, what: str) -> Pending:
+        """Sends each extent of `full` from its owner to all others."""
+        if self._broadcasts:
+            return Pending(self, what, [self._broadcast(extent, full) for extent in extents])
+        ops: list[tuple[int, dist.P2POp]] = []
+        for distance in range(1, self.world_size):
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            for at, extent in enumerate(extents):
+                part = full[extent.full_start : extent.full_start + extent.numel]
+                if extent.owner == self.rank:
+                    ops.append((to, self._op(dist.isend, part, to, tag + at)))
+                    self.traffic.gather_sent += part.nbytes
+                elif extent.owner == source:
+                    ops.append((source, self._op(dist.irecv, part, source, tag + at)))
+                    self.traffic.gather_received += part.nbytes
+        return self._start(ops, what)
+
+    def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Tensor, tag: int, what: str) -> Pending:
+        """Sends each extent of `full` to its owner; `inbox` (W - 1, owned) receives from rank + 1, rank + 2, ..."""
+        ops: list[tuple[int, dist.P2POp]] = []
+        for distance in range(1, self.world_size):
+            to, source = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+            for at, extent in enumerate(layout.extents):
+                if extent.owner == to:
+                    part = full[extent.full_start : extent.full_start + extent.numel]
+                    ops.append((to, self._op(dist.isend, part, to, tag + at)))
+                    self.traffic.reduce_sent += part.nbytes
+                elif extent.owner == self.rank:
+                    place = inbox[distance - 1, extent.owned_start : extent.owned_start + extent.numel]
+                    ops.append((source, self._op(dist.irecv, place, source, tag + at)))
+                    self.traffic.reduce_received += place.nbytes
+        return self._start(ops, what)
+
+    def sum_scalar(self, value: Tensor) -> None:
+        """Adds up `value`, of one element, over the group, in place."""
+        self.traffic.scalars += 1
+        Pending(self, "a sum over all ranks", [(None, dist.all_reduce(value, group=self._group, async_op=True))]).wait()
+
+    def exchange(self, record: Tensor, what: str) -> list[Tensor]:
+        """The record of every rank, in rank order; all records have one size."""
+        everyone = [torch.empty_like(record) for _ in range(self.world_size)]
+        everyone[self.rank].copy_(record)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        ops = [(rank, self._op(dist.isend, record, rank, _EXCHANGE_TAG)) for rank in others]
+        ops += [(rank, self._op(dist.irecv, everyone[rank], rank, _EXCHANGE_TAG)) for rank in others]
+        self._start(ops, what).wait()
+        return everyone
+
+    def bring_rows(self, mine: Tensor, counts: Sequence[int], to: int, what: str) -> Tensor:
+        """The rows of all ranks, `counts[rank]` from each, on rank `to`; elsewhere `mine`. Ranks with none stay out."""
+        if self.rank != to:
+            self._start([(to, self._op(dist.isend, mine.contiguous(), to, _EXCHANGE_TAG))], what).wait()
+            return mine
+        whole = mine.new_empty((sum(counts), *mine.shape[1:]))
+        parts = list(torch.split(whole, list(counts)))
+        parts[to].copy_(mine)
+        others = [rank for rank, count in enumerate(counts) if count and rank != to]
+        ops = [(rank, self._op(dist.irecv, parts[rank], rank, _EXCHANGE_TAG)) for rank in others]
+        self._start(ops, what).wait()
+        return whole
+
+    def wait(self, work: Any) -> None:
+        """Waits for one transfer; raises RuntimeError when it failed or took too long."""
+        if self._blocking:
+            work.wait(self.timeout)
+        else:
+            work.wait()
+
+    def _broadcast(self, extent: Extent, full: Tensor) -> tuple[int | None, Any]:
+        part = full[extent.full_start : extent.full_start + extent.numel]
+        if extent.owner == self.rank:
+            self.traffic.gather_sent += part.nbytes * (self.world_size - 1)
+        else:
+            self.traffic.gather_received += part.nbytes
+        self.traffic.messages += 1
+        return extent.owner, dist.broadcast(part, group=self._group, async_op=True, group_src=extent.owner)
+
+    def _op(self, kind: Any, part: Tensor, peer: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(kind, part, group=self._group, tag=tag if self._blocking else 0, group_peer=peer)
+
+    def _start(self, ops: list[tuple[int, dist.P2POp]], what: str) -> Pending:
+        if not ops:
+            return Pending(self, what, [])
+        self.traffic.messages += len(ops)
+        try:
+            works = dist.batch_isend_irecv([op for _, op in ops])
+        except RuntimeError as error:
+            lost = tuple(sorted({peer for peer, _ in ops}))
+            raise RankLost(lost, what, str(error).strip().split("\n")[0]) from error
+        if len(works) == len(ops):
+            return Pending(self, what, [(peer, work) for (peer, _), work in zip(ops, works, strict=True)])
+        return Pending(self, what, [(None, work) for work in works])  # NCCL: one for the whole batch
+
+
+class ReplicaLinks:
+    """Sums an owner's gradients over the replicas of its shard: the outer dimension of a 2-D mesh."""
+
+    def __init__(self, group: dist.ProcessGroup, links: Links) -> None:
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._links = links
+
+    def start_sum(self, gradients: Tensor, what: str) -> Pending:
+        self._links.traffic.replicate_reduced += gradients.nbytes
+        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        return Pending(self._links, f"{what} over the replicas", [(None, work)])
+
+
+def _has_failed(work: Any) -> bool:
+    """Whether a transfer of a group that is broken anyway failed too, rather than being still under way."""
+    try:
+        work.wait(_PROBE)
+    except RuntimeError as error:
+        return "imed out" not in str(error)
+    return False
+
+
+def flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new flat tensor, its content undefined."""
+    return torch.empty(numel, dtype=dtype, device=device)

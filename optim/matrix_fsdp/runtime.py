@@ -1,0 +1,241 @@
+"""MatrixFSDP (arXiv 2607.05895): whole matrices, each at rest on one rank, gathered around a unit's computation.
+
+A step: a unit is gathered from its owners before its forward pass, and again before its backward pass if it was freed;
+gradients go to the owners, as a mean, while the next unit computes; the optimizer then has nothing to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from peerloom.optim.matrix_fsdp.agreement import agree
+from peerloom.optim.matrix_fsdp.links import Links, Traffic
+from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
+from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
+from peerloom.optim.matrix_fsdp.unit import Unit
+
+_ATTRIBUTE = "_matrix_fsdp"
+_NO_BACKWARD = -1  # the id of the graph task outside of any backward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """One parameter, or the rows of it, that this rank owns: what the optimizer sees."""
+
+    name: str
+    piece: Piece
+    whole_shape: tuple[int, ...]
+    parameter: nn.Parameter
+
+    @property
+    def is_whole(self) -> bool:
+        return self.piece.shape == self.whole_shape
+
+
+class ShardedModel:
+    """A model whose parameters rest on their owners; call the model itself, as before."""
+
+    def __init__(
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], *,
+        reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.model, self.plan, self.units, self.links = model, plan, units, groups[0]
+        self.replica_rank = groups[1].rank if len(groups) > 1 else 0
+        self.outer = outer  # embeddings and head: AdamW's
+        self._groups = groups
+        self._reshard, self._mp = reshard_after_forward, mp
+        self._in_backward = False
+        self._sync = True
+        self._reducing: Unit | None = None
+        self._awaited: dict[int, set[str]] = {}  # of each unit: gradients of this backward pass still to come
+        for index, unit in enumerate(units):
+            unit.module.register_forward_pre_hook(self._before_forward(index), prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(self._after_forward(index))
+            unit.on_gradient(self._when_taken(index))
+        setattr(model, _ATTRIBUTE, self)
+
+    @property
+    def rank(self) -> int:
+        return self.links.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.links.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.units[0].device
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received so far."""
+        return self.links.traffic
+
+    def owned(self) -> list[Owned]:
+        """What this rank owns, in model order of the units; empty where there are more ranks than roles."""
+        return [
+            Owned(name=name, piece=piece, whole_shape=unit.plan.shapes[name], parameter=unit.sharded[name])
+            for unit in self.units
+            for name, piece in unit.pieces.items()
+        ]
+
+    def tell(self, problem: str = "") -> None:
+        """Waits until all ranks have come here; raises ShardingError on all when one brings a problem. RankLost."""
+        agree(self._groups, self.device, {}, problem)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only add to the local gradients; the next one outside sends the sum to the owners."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # ---- forward
+
+    def _before_forward(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if index == 0 and torch._C._current_graph_task_id() == _NO_BACKWARD:
+                self._reset()
+            self._open(index, -1 if self._in_backward else 1)  # in a backward pass this is a recomputation
+            if unit.has_frozen and not self._in_backward and torch.is_grad_enabled():
+                self._watch_inputs(unit, [*tensors_in(args), *tensors_in(kwargs)])
+            if self._mp.param_dtype is None or not self._mp.cast_forward_inputs:
+                return None
+            return cast(args, self._mp.param_dtype), cast(kwargs, self._mp.param_dtype)
+
+        return hook
+
+    def _after_forward(self, index: int) -> Callable[..., Any]:
+        unit = self.units[index]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if self._in_backward:
+                return None
+            with_graph = torch.is_grad_enabled()
+            if index == 0 and self._mp.output_dtype is not None:
+                output = cast(output, self._mp.output_dtype)
+            for tensor in tensors_in(output) if with_graph else ():
+                if tensor.requires_grad:
+                    on_gradient(tensor, lambda gradient: self._before_backward(index))
+            # the rest of the model, with its head, is needed again at once, as in FSDP2
+            if not with_graph or (self._reshard and index > 0):
+                unit.close()
+            return output
+
+        return hook
+
+    def _open(self, index: int, towards: int) -> None:
+        """Opens a unit and starts to gather the one that comes after it."""
+        self.units[index].open()
+        following = index + towards
+        if towards < 0 and index == 0:
+            following = len(self.units) - 1
+        if 0 <= following < len(self.units) and following != index and not (towards < 0 and following == 0):
+            self.units[following].start_open()
+
+    def _reset(self) -> None:
+        """Closes what an unfinished pass left open: its values may be old by now, its gradients are not whole."""
+        for unit in self.units:
+            unit.close()
+            if self._in_backward:
+                unit.drop_gradients()
+        self._in_backward, self._reducing = False, None
+
+    # ---- backward
+
+    def _before_backward(self, index: int) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._awaited = {at: set(unit.trainable) for at, unit in enumerate(self.units)}
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self._open(index, -1)
+
+    def _when_taken(self, index: int) -> Callable[[str], None]:
+        unit = self.units[index]
+
+        def taken(name: str) -> None:
+            awaited = self._awaited.get(index, set())
+            awaited.discard(name)
+            if awaited:
+                return
+            if self._sync:
+                self._reduce(unit)
+            if not unit.has_frozen:  # a frozen parameter may still be needed for the gradient of the input
+                unit.close()
+
+        return taken
+
+    def _watch_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """Closes a unit with frozen parameters once the gradients of all its inputs are there."""
+        waiting = [tensor for tensor in tensors if tensor.requires_grad]
+        left = len(waiting)
+
+        def hook(gradient: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and unit is not self.units[0]:
+                unit.close()
+
+        for tensor in waiting:
+            on_gradient(tensor, hook)
+
+    def _reduce(self, unit: Unit) -> None:
+        """One reduction is under way at a time, so that at most two units' gradients are in memory."""
+        if unit.has_reduced:
+            return
+        before, self._reducing = self._reducing, unit
+        unit.start_reduce()
+        if before is not None:
+            before.finish_reduce()
+
+    def _after_backward(self) -> None:
+        self._in_backward = False
+        if self._sync:
+            for unit in reversed(self.units):
+                if self._awaited_by(unit):
+                    self._reduce(unit)
+            if self._reducing is not None:
+                self._reducing.finish_reduce()
+                self._reducing = None
+        for unit in self.units:
+            unit.close()
+
+    def _awaited_by(self, unit: Unit) -> bool:
+        """Whether a unit's gradients are incomplete at the end: a parameter was not used, on this rank at least."""
+        return bool(self._awaited[self.units.index(unit)])
+
+
+def sharding_of(model: nn.Module) -> ShardedModel | None:
+    """What `matrix_fully_shard` made of this model; None for a plain one."""
+    found: ShardedModel | None = getattr(model, _ATTRIBUTE, None)
+    return found
+
+
+def holdings(model: nn.Module) -> list[Owned]:
+    """What is here of a model: what this rank owns of a sharded one, all of a plain one."""
+    sharded = sharding_of(model)
+    if sharded is not None:
+        return sharded.owned()
+    return [
+        Owned(name=name, piece=Piece(name=name, shape=tuple(each.shape)), whole_shape=tuple(each.shape), parameter=each)
+        for name, each in model.named_parameters()
+    ]
+
+
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a model, sharded or plain, by its first name: the same on all ranks."""
+    sharded = sharding_of(model)
+    if sharded is not None:
+        return {name: shape for unit in sharded.units for name, shape in unit.plan.shapes.items()}
+    return {owned.name: owned.whole_shape for owned in holdings(model)}

@@ -1,0 +1,154 @@
+"""Sharding a model: plan, comparison between the ranks, and only then the weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from peerloom.optim.matrix_fsdp.agreement import agree
+from peerloom.optim.matrix_fsdp.errors import ShardingError
+from peerloom.optim.matrix_fsdp.links import FanOut, Links, ReplicaLinks
+from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
+from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
+from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
+from peerloom.optim.matrix_fsdp.unit import Dtypes, Unit
+
+
+def matrix_fully_shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    mp: MixedPrecisionPolicy | None = None,
+    policy: Policy = "role_greedy",
+    cost: Cost = "numel",
+    spread_outer: bool = True,
+    blocks: Sequence[nn.Module] | None = None,
+    fan_out: FanOut | None = None,
+    timeout_s: float = 60.0,
+    memory_limit: int | None = None,
+) -> ShardedModel:
+    """Shards `model` in place over the last dimension of `mesh`, whole matrices to owners; every rank must call it.
+
+    A mesh of two dimensions is (replicas, shard): gradients are also averaged over the replicas. Units are one a block
+    (`blocks`, by default the model's decoder layers) and one for the rest, which stays open from its forward to its
+    backward pass. Each rank's own values of what it owns are kept, so all ranks start from one model if they built
+    equal ones. Embeddings and head lie in even shares of rows on all ranks, or with `spread_outer=False` on owners.
+    With `mp.param_dtype` owners keep the model's dtype and send the other; gradients travel in `mp.reduce_dtype`.
+    Create optimizers afterwards (`build_optimizer`). `timeout_s` bounds every wait for another rank on gloo.
+    `memory_limit` is what this rank may use for parameters, gradients, moments and buffers, in bytes (default: a CUDA
+    device's free memory; on the CPU no limit).
+
+    Raises ShardingError, the same sentence on all ranks and before any weight is touched: another torch version, model,
+    plan or setting on some rank, a parameter that cannot be owned, too little memory. Raises RankLost.
+    """
+    policy_mp = mp or MixedPrecisionPolicy()
+    units, plan, problem = _planned(model, mesh.size(-1), policy, cost, spread_outer, blocks)
+    groups = _links(mesh, timeout_s, fan_out)
+    device = _device(mesh)
+    if plan is not None and not problem:
+        limit = memory_limit if memory_limit is not None else _free_memory(device)
+        problem = _too_large(plan, units, policy_mp, groups[0].rank, limit)
+    agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out), problem)
+    assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
+    outer = frozenset(outer_matrices(model))
+    replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if len(groups) > 1 else None
+    made = [
+        Unit(index, unit, plan.units[index], _dtypes(unit, policy_mp), device, groups[0], replicas)
+        for index, unit in enumerate(units)
+    ]
+    _move_buffers(model, device)
+    return ShardedModel(
+        model, plan, made, groups, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+    )
+
+
+def _planned(
+    model: nn.Module,
+    world_size: int,
+    policy: Policy,
+    cost: Cost,
+    spread_outer: bool,
+    blocks: Sequence[nn.Module] | None,
+) -> tuple[list[UnitModules], OwnerPlan | None, str]:
+    """Units, their plan, and what is wrong with them: it is raised only when all ranks know."""
+    if sharding_of(model) is not None:
+        return [], None, "this model is sharded already"
+    try:
+        units = find_units(model, blocks)
+        if problem := problem_of(units):
+            return units, None, problem
+        shapes = {unit.name: {found.name: tuple(found.parameter.shape) for found in unit.found} for unit in units}
+        here = {name for named in shapes.values() for name in named}
+        spread = outer_matrices(model) & here if spread_outer and world_size > 1 else set()
+        return units, plan_owners(shapes, world_size, policy, cost=cost, spread=spread), ""
+    except ShardingError as error:
+        return [], None, str(error)
+
+
+def _links(mesh: DeviceMesh, timeout_s: float, fan_out: FanOut | None) -> list[Links]:
+    """Of the shard dimension, and of the replicas if there are any."""
+    if mesh.ndim not in (1, 2):
+        raise ShardingError(f"a mesh has one dimension (shard) or two (replicas, shard), not {mesh.ndim}")
+    timeout = timedelta(seconds=timeout_s)
+    return [Links(mesh.get_group(dimension), timeout, fan_out or "p2p") for dimension in reversed(range(mesh.ndim))]
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _facts(
+    units: list[UnitModules], plan: OwnerPlan | None, mp: MixedPrecisionPolicy, reshard: bool, fan_out: str | None
+) -> Mapping[str, str]:
+    listed = [
+        (found.name, tuple(found.parameter.shape), str(found.parameter.dtype), found.parameter.requires_grad)
+        for unit in units
+        for found in unit.found
+    ]
+    settings = (reshard, fan_out, str(mp))
+    return {
+        "torch version": str(torch.__version__),
+        "model": hashlib.sha256(repr(listed).encode()).hexdigest(),
+        "plan": plan.checksum() if plan is not None else "",
+        "sharding setting": hashlib.sha256(repr(settings).encode()).hexdigest(),
+    }
+
+
+def _dtypes(unit: UnitModules, mp: MixedPrecisionPolicy) -> Dtypes:
+    rest = unit.found[0].parameter.dtype if unit.found else torch.float32
+    forward = mp.param_dtype or rest
+    return Dtypes(rest=rest, forward=forward, reduce=mp.reduce_dtype or forward)
+
+
+def _too_large(
+    plan: OwnerPlan, units: list[UnitModules], mp: MixedPrecisionPolicy, rank: int, limit: int | None
+) -> str:
+    """A sentence when this rank's share cannot fit: at rest values, gradients and two moments; open, two units."""
+    if limit is None:
+        return ""
+    dtypes = [_dtypes(unit, mp) for unit in units]
+    at_rest = sum(4 * unit.owned_numel(rank) * d.rest.itemsize for unit, d in zip(plan.units, dtypes, strict=True))
+    full = [unit.numel * (d.forward.itemsize + d.reduce.itemsize) for unit, d in zip(plan.units, dtypes, strict=True)]
+    needed = at_rest + full[0] + sum(sorted(full[1:])[-2:])
+    if needed <= limit:
+        return ""
+    gib = f"{needed / 2**30:.2f} GiB where {limit / 2**30:.2f} GiB are free"
+    return f"the model takes {gib}; use more ranks, a smaller model or a 16-bit param_dtype"
+
+
+def _free_memory(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,199 @@
+"""MatrixFSDP on real gloo groups of one to five ranks, against one process that adds in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peerloom.optim.matrix_fsdp.planner import numel
+from tests.unit.optim.matrix_cases import (
+    Array,
+    Case,
+    Outcome,
+    counted_step,
+    ddp_run,
+    full_batch_run,
+    interrupted,
+    make_model,
+    meets_a_loss,
+    pieces_of,
+    reference_run,
+    refused,
+    sharded_run,
+    whole,
+)
+from tests.unit.optim.ranks import Ranks
+
+SOAP = {"lr": 3e-3, "freq": 3}
+CASES = {
+    "clipped": (3, Case(steps=3, clip=0.5)),
+    "accumulated": (2, Case(steps=3, accumulate=4)),
+    "accumulated, no divisor of two": (3, Case(steps=3, accumulate=4, clip=0.7)),
+    "tied": (3, Case(steps=3, tied=True)),
+    "soap": (3, Case(steps=3, matrix="soap", settings=SOAP)),
+    "basis-rotated": (3, Case(steps=3, matrix="basis_rotated", settings=SOAP)),
+    "open from forward to backward": (3, Case(steps=3, sharding={"reshard_after_forward": False})),
+    "recomputed": (2, Case(steps=3, checkpointing=False)),
+    "recomputed, reentrant": (2, Case(steps=3, checkpointing=True)),
+    "frozen matrices": (3, Case(steps=3, frozen="q_proj")),
+    "frozen embedding": (2, Case(steps=3, frozen="embed")),
+    "bf16 over fp32": (3, Case(steps=3, bf16=True)),
+    "broadcast": (4, Case(steps=3, sharding={"fan_out": "broadcast"})),
+    "embedding and head owned": (3, Case(steps=3, sharding={"spread_outer": False})),
+    "planned by scope and flops": (4, Case(steps=3, sharding={"policy": "scope_greedy", "cost": "newton_schulz"})),
+}
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(5, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+def run(five: Ranks, work: Any, ranks: int, *arguments: Any) -> list[Any]:
+    """The answers of the first `ranks` ranks; the first exception among them is raised."""
+    answers = five.run(work, ranks, *arguments)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers[:ranks]
+
+
+def apart(these: dict[str, Array], those: dict[str, Array]) -> float:
+    """The largest difference of any parameter."""
+    assert these.keys() == those.keys()
+    return max(float(np.abs(these[name] - those[name]).max()) for name in these)
+
+
+def mean_losses(outcomes: list[Outcome]) -> Array:
+    return np.mean([outcome.losses for outcome in outcomes], axis=0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_twenty_steps_of_muon_are_those_of_one_process(five: Ranks, ranks: int) -> None:
+    outcomes = run(five, sharded_run, ranks, Case())
+    reference = reference_run(ranks, Case())
+    assert apart(whole(outcomes), whole([reference])) == 0.0
+    np.testing.assert_allclose(mean_losses(outcomes), reference.losses, rtol=1e-6)
+    assert apart(whole([reference]), whole([Outcome([], pieces_of(make_model(Case())), [])])) > 0.1, "it trained"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_so_are_those_of_every_setting(five: Ranks, name: str) -> None:
+    ranks, case = CASES[name]
+    outcomes = run(five, sharded_run, ranks, case)
+    reference = reference_run(ranks, case)
+    assert apart(whole(outcomes), whole([reference])) == 0.0
+    np.testing.assert_allclose([outcome.norms for outcome in outcomes], [reference.norms] * ranks, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", [Case(dtype=torch.float64), Case(dtype=torch.float64, replicas=2)])
+def test_they_are_those_of_one_batch_of_all_sequences(five: Ranks, case: Case) -> None:
+    outcomes = run(five, sharded_run, 4, case)
+    halves = [outcomes] if case.replicas == 1 else [outcomes[:2], outcomes[2:]]
+    reference = whole([full_batch_run(4, case)])
+    assert all(apart(whole(half), reference) <= 1e-6 for half in halves)
+
+
+def test_with_more_ranks_than_roles_some_own_nothing(five: Ranks) -> None:
+    case = Case(steps=3, layers=1, sharding={"blocks": [], "spread_outer": False})
+    small = Case(steps=3, layers=0, sharding={"spread_outer": False})  # embedding, head, norm: three roles
+    assert apart(whole(run(five, sharded_run, 5, case)), whole([reference_run(5, case)])) == 0.0
+    outcomes = run(five, sharded_run, 5, small)
+    assert sorted(len(outcome.pieces) for outcome in outcomes) == [0, 0, 1, 1, 1]
+    assert apart(whole(outcomes), whole([reference_run(5, small)])) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "in_rank_order"), [(2, False), (3, True), (4, True)])
+def test_ddp_with_muon_gives_the_same_bits(five: Ranks, ranks: int, in_rank_order: bool) -> None:
+    """Its own all-reduce adds two ranks in the one order there is; for more, one that adds in rank order."""
+    case = Case(steps=4)
+    ours = whole(run(five, sharded_run, ranks, case))
+    for outcome in run(five, ddp_run, ranks, case, in_rank_order):
+        assert apart(ours, whole([outcome])) == 0.0
+
+
+def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
+    torch.manual_seed(0)
+    gradient, weight = torch.randn(32, 64), torch.zeros(32, 64)
+    stepped = [torch.nn.Parameter(part.clone()) for part in (weight, *weight.chunk(2))]
+    for parameter, part in zip(stepped, (gradient, *gradient.chunk(2)), strict=True):
+        parameter.grad = part.clone()
+        torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0).step()
+    together = torch.cat([part.detach() for part in stepped[1:]])
+    assert (together - stepped[0].detach()).norm() > 0.2 * stepped[0].detach().norm()
+
+
+@pytest.mark.parametrize(("ranks", "reshard"), [(1, True), (2, True), (4, True), (4, False)])
+def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks, ranks: int, reshard: bool) -> None:
+    answers = run(five, counted_step, ranks, Case(sharding={"reshard_after_forward": reshard}))
+    plan = answers[0]["plan"]
+    gathers = [1] + [2 if reshard else 1] * (len(plan.units) - 1)  # the rest stays open
+    for rank, answer in enumerate(answers):
+        traffic = answer["traffic"]
+        assert answer["step"] == []
+        assert len(answer["clipping"]) == 1 and "allreduce" in answer["clipping"][0]
+        assert len(answer["passes"]) == traffic.messages - answer["compared"]
+        owned = [unit.owned_numel(rank) for unit in plan.units]
+        once = [(ranks - 1) * 4 * count for count in owned]
+        others = [4 * (unit.numel - count) for unit, count in zip(plan.units, owned, strict=True)]
+        assert traffic.gather_sent == sum(n * times for n, times in zip(once, gathers, strict=True))
+        assert traffic.gather_received == sum(n * times for n, times in zip(others, gathers, strict=True))
+        assert (traffic.reduce_received, traffic.reduce_sent) == (sum(once), sum(others))
+        assert answer["after"].messages == traffic.messages and answer["after"].scalars == 1
+    for at, unit in enumerate(plan.units):  # C_owner = (W - 1) max_r O = gamma P (W - 1) / W
+        sent = max((ranks - 1) * unit.owned_numel(rank) for rank in range(ranks))
+        assert sent == pytest.approx(unit.gamma * unit.numel * (ranks - 1) / ranks), plan.units[at].name
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_ranks_hold_one_model_and_one_state_between_them(five: Ranks, ranks: int) -> None:
+    answers = run(five, counted_step, ranks, Case())
+    plan = answers[0]["plan"]
+    shapes = {name: shape for unit in plan.units for name, shape in unit.shapes.items()}
+    whole_model = 4 * sum(numel(shape) for shape in shapes.values())
+    outer = 4 * sum(numel(s) for name, s in shapes.items() if len(s) != 2 or "embed" in name or "lm_head" in name)
+    assert sum(answer["resident"] for answer in answers) == whole_model
+    assert sum(answer["moments"] for answer in answers) == whole_model - outer + 2 * outer
+    assert all(answer["resident"] == 4 * plan.load(rank) for rank, answer in enumerate(answers))
+    assert ranks == 1 or not any(any(answer["full"]) for answer in answers)
+
+
+def test_evaluations_and_failed_passes_leave_no_trace(five: Ranks) -> None:
+    case = Case(steps=3)
+    assert apart(whole(run(five, interrupted, 3, case)), whole([reference_run(3, case)])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("layers", "rank 1 has another model than rank 0"),
+        ("plan", "rank 1 has another plan than rank 0"),
+        ("version", "rank 1 has another torch version than rank 0: 2.0.0 instead of"),
+        ("memory", "rank 1: the model takes 0.00 GiB where 0.00 GiB are free; use more ranks"),
+        ("view", "rank 1: parameter model.layers.1.mlp.up_proj.weight is a view into a larger tensor"),
+        ("strided", "rank 1: parameter model.layers.1.mlp.up_proj.weight is not contiguous"),
+        ("sparse", "rank 1: parameter model.layers.1.mlp.up_proj.weight is sparse"),
+        ("complex", "rank 1: parameter model.layers.1.mlp.up_proj.weight is complex"),
+        ("dtensor", "rank 1: parameter model.layers.1.mlp.up_proj.weight is a DTensor"),
+        ("shared", "rank 1: parameter model.layers.1.mlp.up_proj.weight shares its memory with"),
+        ("half", "rank 1: unit model.layers.1 mixes torch.float16, torch.float32"),
+    ],
+)
+def test_what_one_rank_cannot_shard_all_refuse_and_no_weight_is_touched(five: Ranks, how: str, sentence: str) -> None:
+    answers = run(five, refused, 3, 1, how)
+    assert all(said.startswith(sentence) and untouched for said, untouched in answers), answers
+
+
+@pytest.mark.slow
+def test_who_is_lost_is_named_by_those_who_wait(tmp_path: Path) -> None:
+    with Ranks(5, tmp_path) as ranks:
+        ranks.start(range(5), meets_a_loss, 1, 4)
+        assert 1 in ranks.answer(0) and 1 in ranks.answer(2)
+        assert ranks.answer(3) == (1,), "rank 4 is the second of its group"
+        assert ranks.answer(4) == ()
