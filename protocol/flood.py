@@ -59,7 +59,7 @@ from peerloom.protocol.flood_messages import (
 )
 from peerloom.protocol.flood_overlay import partners
 from peerloom.protocol.flood_proof import Verify, contradiction, convicts, is_signed
-from peerloom.protocol.limits import MAX_FLOOD_CUT, MAX_FLOOD_ORIGINS, MAX_PAGE, MAX_WANTS
+from peerloom.protocol.limits import MAX_FLOOD_CUT, MAX_FLOOD_ORIGINS, MAX_PAGE, MAX_SEGMENT, MAX_WANTS
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.types import PeerId, RunId
 
@@ -351,7 +351,8 @@ class FloodMachine:
             self._doubt(link, history, replace(segment, prev=prev), agreed)
             return None
         if batch.end <= history.next:
-            link.agreed[origin] = batch.end
+            if agreed:  # else the same messages may follow on other ones there
+                link.agreed[origin] = batch.end
             self._do(Count("flood_duplicates", len(batch.scalars)))
             return None
         return self._extend(link, source, segment, agreed)
@@ -504,7 +505,7 @@ class FloodMachine:
             if source is None or not source.history.base <= want.sequence < source.history.next:
                 continue
             sequence = want.sequence
-            while left > 0 and (segment := source.history.segment(sequence, left)) is not None:
+            while left > 0 and (segment := source.history.segment(sequence, min(left, MAX_SEGMENT))) is not None:
                 if len(segment.batch.scalars) > left:
                     return
                 left -= len(segment.batch.scalars)
