@@ -60,7 +60,8 @@ def simulate(ranks: int, size: Size, costs: dict[str, float]) -> Simulated:
 
 def table(size: Size, costs: dict[str, float]) -> str:
     """The simulated ratios beside the paper's, and what they rest on."""
-    lines = ["simulated optimizer step, not measured:", "ranks blocks  stock ms   ours ms  ratio  without gathers  paper  gamma"]
+    head = "ranks blocks  stock ms   ours ms  ratio  without gathers  paper  gamma"
+    lines = ["simulated optimizer step, not measured:", head]
     for ranks, paper in PAPER.items():
         found = simulate(ranks, size, costs)
         lines.append(

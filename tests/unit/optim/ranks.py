@@ -18,7 +18,7 @@ import torch
 
 from tests.helpers import HELD
 
-ANSWER_S = 120.0
+ANSWER_S = 300.0  # with the imports before the first, on a machine that may be busy
 END_S = 10.0
 
 
@@ -82,6 +82,7 @@ def _host(pipes: list[Connection[Any, Any]], store: str) -> None:
         pipe.close()
     for child in children:
         child.join()
+    os._exit(0)  # nothing to clean up, and taking the libraries down takes seconds
 
 
 def _rank(rank: int, pipes: list[Connection[Any, Any]], store: str) -> None:
