@@ -306,7 +306,7 @@ class PipelineTrainer:
     async def _live(self, driver: StageDriver) -> None:
         """Looks after neighbours, checkpoints and the end; returns at the end, with all saved."""
         limit, draining = self._limit(), self._context.draining
-        while not draining.is_set() and not (limit is not None and driver.machine.applied >= limit):
+        while not draining.is_set() and not self._is_done(driver, limit):
             driver.feed(events.Ticked())
             await self._look_after(driver)
             await self._wait(TICK_S)
@@ -321,6 +321,13 @@ class PipelineTrainer:
             log.warning("the last checkpoint was not written in time; an older one stands")
         if not draining.is_set():
             await self._linger(driver, limit or 0)
+
+    def _is_done(self, driver: StageDriver, limit: int | None) -> bool:
+        """All updates are made; of several nodes of a stage each makes a part, and ends when the first stage has."""
+        if limit is None or driver.machine.applied >= limit:
+            return limit is not None
+        first = self._view.hosts(0) if driver.machine.stage else []
+        return bool(first) and all(record.state == "done" for record in first) and not driver.machine.load
 
     async def _linger(self, driver: StageDriver, limit: int) -> None:
         """Answers the stages before this one until they are done too."""
@@ -453,6 +460,7 @@ class PipelineTrainer:
         driver = self._driver
         if driver is None or driver.machine.stage != stage or stage == 0:
             raise LinkError(f"this node does not host stage {stage} now")
+        await self._view.expect_host(stream.peer, stage - 1)
         try:
             await driver.serve_upstream(stream)
         finally:
