@@ -262,6 +262,9 @@ class PipelineTrainer:
         self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
         self._connect(driver)
+        if driver.computing_s > self._spec.answer_s:
+            log.warning("the worker has not ended a pass in %.0f s; it is started again", driver.computing_s)
+            self._worker.kill()
         if self._clock.monotonic() >= self._save_at:
             driver.feed(events.SaveWanted())
             self._save_at = self._clock.monotonic() + self._context.settings.checkpoint_every_s
