@@ -51,14 +51,15 @@ def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool, ho
     if not (run_dir / "run.toml").exists():
         raise CheckpointError(f"{run_dir} holds no run; pass the --home that trained it")
     spec = load_spec(run_dir / "run.toml")
-    from peerloom.node.export import export as write
-    from peerloom.node.export import export_stages
-
     if spec.method == "pipeline":
+        from peerloom.node.export import export_stages
+
         run_dirs = [run_dir, *(Folders.of(home).run_dir(spec.run_id) for home in homes)]
         _tell(export_stages(run_dirs, spec, out, force=force), out)
-    else:
-        _tell(write(run_dir, spec, out, force=force), out)
+        return
+    from peerloom.node.export import export as write
+
+    _tell(write(run_dir, spec, out, force=force), out)
 
 
 def export_swarm(config: NodeConfig, invites: list[str], *, out: Path, force: bool) -> None:

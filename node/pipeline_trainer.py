@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,6 +16,7 @@ from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerRea
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
+from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import WAITS_FOR, StageView
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import (
@@ -30,21 +30,17 @@ from peerloom.protocol.errors import (
 )
 from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
-from peerloom.protocol.placement import Place, choose_place
 from peerloom.protocol.services import STAGE, Service
 from peerloom.protocol.stage_messages import StageOpen, StageOpened
 from peerloom.protocol.stages import StageMachine
-from peerloom.protocol.types import PeerId, PeerRecord, StageRole
+from peerloom.protocol.types import PeerId, PeerRecord
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 T = TypeVar("T")
 
-TICK_S = 1.0
-SETTLE_S = 3.0  # a claim that stood so long beside the others' is work
 OPENING_S = 10.0  # a peer that opens a stream and says nothing is cut off
-COPY_RETRY_S = 2.0
 DRAIN_SAVE_S = 7.0  # of the 10 s that a stop may take
 TEXT_FROM = 32  # where in an init digest the text's begins
 LINGER_S = 30.0  # how long a stage that is done answers those that are not
@@ -66,7 +62,7 @@ class PipelineTrainer:
         self._keeping = StageKeeping(context, self._view)
         self._driver: StageDriver | None = None
         self._connecting: dict[PeerId, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()
+        self._seeker = StageSeeker(context, self._view, self._keeping)
         self._saved = asyncio.Event()
         self._save_at = 0.0
         self._rate_from = (0.0, 0)
@@ -89,7 +85,7 @@ class PipelineTrainer:
         if self._driver is not None:
             self._driver.feed(events.DrainStarted())
             self._driver.feed(events.SaveWanted())
-        self._news.set()
+        self._seeker.wake()
 
     def kill(self) -> None:
         """Ends the worker by force: run() raises WorkerDied."""
@@ -97,14 +93,13 @@ class PipelineTrainer:
 
     def peers_changed(self) -> None:
         """The live view is another one."""
-        self._news.set()
+        self._seeker.wake()
 
     async def run(self) -> None:
         """The whole life: returns when drained, or when the run's updates are made, with a checkpoint written."""
         try:
-            await self._unless_draining(self._find_stage())
-            stage = self._facts.stage
-            await self._unless_draining(self._obtain_state(stage))
+            stage = await self._unless_draining(self._seeker.find())
+            await self._unless_draining(self._seeker.obtain_state(stage))
             ready = await self._unless_draining(self._worker.start(self._setup(stage), self._progress))
             self._context.phases.mark("worker")
             await self._host(stage, ready)
@@ -114,98 +109,8 @@ class PipelineTrainer:
             for task in connecting:
                 task.cancel()
             await asyncio.gather(*connecting, return_exceptions=True)
-            self._take("", -1)
+            self._seeker.take("", -1)
             await self._worker.stop()
-
-    # finding a stage
-
-    async def _find_stage(self) -> None:
-        """Claims a stage, or stands by until one needs this node."""
-        context = self._context
-        if context.settings.expect_peers:
-            await context.view.wait_for_anybody(context.settings.first_view_s)
-        stood_since, reason = self._clock.monotonic(), ""
-        progress = (-1, self._clock.monotonic())  # of the stage that this node stands by for
-        while True:
-            place = self._choose()
-            if place.role == "stands_by":
-                progress = self._progress_of(place.stage, progress)
-                if self._clock.monotonic() - progress[1] > 2 * self._spec.answer_s:
-                    place = await self._join_stuck(place)
-            if place.reason != reason:
-                log.info("%s", place.reason)
-            reason = place.reason
-            role: StageRole = "claims" if place.role == "hosts" else place.role
-            if self._facts.stage_role == "stands_by" and place.role == "hosts":
-                log.warning("taking over stage %d", place.stage)
-                self._facts.count("stages_taken_over")
-                self._take("hosts", place.stage)
-                return
-            if (role, place.stage) != (self._facts.stage_role, self._facts.stage):
-                self._take(role, place.stage)
-                stood_since = self._clock.monotonic()
-            self._facts.enter("seeking", place.reason)
-            if role == "claims" and self._clock.monotonic() - stood_since >= SETTLE_S:
-                self._take("hosts", place.stage)
-                return
-            await self._wait(TICK_S)
-            await context.view.refresh()
-
-    def _progress_of(self, stage: int, before: tuple[int, float]) -> tuple[int, float]:
-        """The newest update of a stage, and since when; a stage that waits for one without a host does not count."""
-        update = max((record.step for record in self._view.hosts(stage)), default=-1)
-        if update != before[0] or self._view.missing():
-            return update, self._clock.monotonic()
-        return before
-
-    async def _join_stuck(self, place: Place) -> Place:
-        """The run stands still though every stage has a host: joins the one that the stage before it waits for.
-
-        A stage that has been given up waits for the one before it in turn, so that is no sign.
-        """
-        hosts = [record for record in self._view.records() if record.stage_role == "hosts"]
-        stuck = Counter([r.stage + 1 for r in hosts if await self._view.waits_for(r) == r.stage + 1])
-        stages = [stage for stage in stuck if stage < self._spec.stages]
-        if not stages:
-            return place
-        stage = min(stages, key=lambda stage: (-stuck[stage], stage))
-        return Place(stage, "hosts", f"stage {stage} stands still under its host")
-
-    def _choose(self) -> Place:
-        return choose_place(
-            self._view.own(),
-            self._view.claims(),
-            self._spec.stages,
-            standbys=self._spec.standbys,
-            wanted=self._context.settings.stage,
-            held=self._keeping.held(),
-        )
-
-    def _take(self, role: StageRole, stage: int) -> None:
-        self._facts.stage_role, self._facts.stage = role, stage
-        self._facts.changed()
-
-    async def _wait(self, seconds: float) -> None:
-        self._news.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return
-
-    async def _obtain_state(self, stage: int) -> None:
-        """Has the newest copy of the stage on the disk, if anybody has one; waits for one while others have trained."""
-        give_up_at = self._clock.monotonic() + self._context.settings.donor_patience_s
-        while await self._keeping.obtain(stage) is None:
-            trained = max((record.step for record in self._view.records()), default=0)
-            if trained <= self._spec.backup_every:
-                return  # so little is lost with it
-            if self._clock.monotonic() >= give_up_at:
-                log.warning("no copy of stage %d is left: it begins anew among stages of update %d", stage, trained)
-                return
-            self._facts.enter("fetching", f"waiting for a copy of stage {stage}, which others trained to {trained}")
-            await asyncio.sleep(COPY_RETRY_S)
-            await self._context.view.refresh()
 
     def _setup(self, stage: int) -> WorkerSetup:
         settings = self._context.settings
@@ -306,10 +211,10 @@ class PipelineTrainer:
     async def _live(self, driver: StageDriver) -> None:
         """Looks after neighbours, checkpoints and the end; returns at the end, with all saved."""
         limit, draining = self._limit(), self._context.draining
-        while not draining.is_set() and not (limit is not None and driver.machine.applied >= limit):
+        while not draining.is_set() and not self._is_done(driver, limit):
             driver.feed(events.Ticked())
             await self._look_after(driver)
-            await self._wait(TICK_S)
+            await self._seeker.wait(TICK_S)
         if draining.is_set():
             driver.feed(events.DrainStarted())
         self._saved.clear()
@@ -322,6 +227,13 @@ class PipelineTrainer:
         if not draining.is_set():
             await self._linger(driver, limit or 0)
 
+    def _is_done(self, driver: StageDriver, limit: int | None) -> bool:
+        """All updates are made; of several nodes of a stage each makes a part, and ends when the first stage has."""
+        if limit is None or driver.machine.applied >= limit:
+            return limit is not None
+        first = self._view.hosts(0) if driver.machine.stage else []
+        return bool(first) and all(record.state == "done" for record in first) and not driver.machine.load
+
     async def _linger(self, driver: StageDriver, limit: int) -> None:
         """Answers the stages before this one until they are done too."""
         self._facts.enter("done", "the run's updates are made")
@@ -330,7 +242,7 @@ class PipelineTrainer:
             if all(record.step >= limit or record.state == "done" for record in self._view.records()):
                 return
             driver.feed(events.Ticked())
-            await self._wait(TICK_S)
+            await self._seeker.wait(TICK_S)
             await self._context.view.refresh()
 
     async def _look_after(self, driver: StageDriver) -> None:
@@ -350,6 +262,9 @@ class PipelineTrainer:
         self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
         self._connect(driver)
+        if driver.computing_s > self._spec.answer_s:
+            log.warning("the worker has not ended a pass in %.0f s; it is started again", driver.computing_s)
+            self._worker.kill()
         if self._clock.monotonic() >= self._save_at:
             driver.feed(events.SaveWanted())
             self._save_at = self._clock.monotonic() + self._context.settings.checkpoint_every_s
@@ -412,7 +327,7 @@ class PipelineTrainer:
             if not isinstance(answer, StageOpened):
                 raise MalformedMessage("the next stage did not take the link")
             log.info("linked with %s of stage %d", short(record.peer_id), stage)
-            self._news.set()
+            self._seeker.wake()
             await driver.serve_downstream(stream)
         except (PeerError, TimeoutError) as error:
             log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
@@ -453,10 +368,11 @@ class PipelineTrainer:
         driver = self._driver
         if driver is None or driver.machine.stage != stage or stage == 0:
             raise LinkError(f"this node does not host stage {stage} now")
+        await self._view.expect_host(stream.peer, stage - 1)
         try:
             await driver.serve_upstream(stream)
         finally:
-            self._news.set()
+            self._seeker.wake()
 
     # reports
 
@@ -472,7 +388,7 @@ class PipelineTrainer:
         if facts.step % self._spec.backup_every == 0 and self._driver is not None:
             self._driver.feed(events.SaveWanted())
         if self._limit() == facts.step:
-            self._news.set()
+            self._seeker.wake()
 
     def _evaluated(self, loss: float) -> None:
         self._facts.loss = loss

@@ -68,10 +68,16 @@ class StageDriver:
         self._made: dict[Microbatch, bytes] = {}
         self._gradients: dict[Microbatch, bytearray] = {}
         self._answers: dict[Microbatch, bytes] = {}
+        self._computing_since: float | None = None
         self._work: asyncio.Queue[tuple[StageEffect, bytearray | None]] = asyncio.Queue()
         self._pending: deque[StageEvent] = deque()
         self._handling = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def computing_s(self) -> float:
+        """For how long the pass or update under way has been under way; 0 when none is."""
+        return 0.0 if self._computing_since is None else self._clock.monotonic() - self._computing_since
 
     @property
     def downstream(self) -> frozenset[PeerId]:
@@ -245,7 +251,9 @@ class StageDriver:
     async def _ask(self, command: messages.Command, data: bytearray | None) -> messages.Ran:
         if data is not None:
             self._worker.inbox()[:] = data
+        self._computing_since = self._clock.monotonic()
         ran = await self._worker.ask(command, messages.Ran)
+        self._computing_since = None
         self._reports.count("stage_busy_seconds", ran.seconds)
         return ran
 

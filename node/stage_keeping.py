@@ -170,6 +170,7 @@ class StageKeeping:
         facts = self._context.facts
         if facts.stage_role == "hosts" and facts.stage == stage:
             raise LinkError(f"this node hosts stage {stage} itself")
+        await self._view.expect_host(stream.peer, stage)
         await stream.send(StageOpened())
         self._keeping[stage] = stream
         try:
@@ -189,11 +190,13 @@ class StageKeeping:
                         continue
                     case _:
                         raise MalformedMessage(f"a {type(message).__name__} has no place here")
+        except LinkError:
+            if self._keeping.get(stage) is stream and not await self._view.check(stream.peer):
+                self._context.view.changed()  # to be taken over at once, not when its record expires
+            raise
         finally:
             if self._keeping.get(stage) is stream:
                 del self._keeping[stage]
-                if not await self._view.check(stream.peer):
-                    self._context.view.changed()
 
     async def _next(self, stream: Stream) -> StageMessage | None:
         try:

@@ -7,7 +7,7 @@ import logging
 
 from peerloom.node.context import Context
 from peerloom.node.logs import short
-from peerloom.protocol.errors import PeerloomError
+from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.placement import Claim, missing_stages
 from peerloom.protocol.types import NodeState, PeerId, PeerRecord, StageRole
 
@@ -52,6 +52,16 @@ class StageView:
         """The nodes of a stage, in id order."""
         found = [record for record in self.records() if record.stage == stage and record.stage_role == role]
         return sorted(found, key=lambda record: record.peer_id)
+
+    async def expect_host(self, peer: PeerId, stage: int) -> None:
+        """Raises LinkError unless a peer hosts a stage by its newest record, and has no faults to be left alone for."""
+        if not self._is_host(peer, stage):
+            await self._context.view.refresh()
+            if not self._is_host(peer, stage):
+                raise LinkError(f"by its record this peer does not host stage {stage}")
+
+    def _is_host(self, peer: PeerId, stage: int) -> bool:
+        return any(record.peer_id == peer for record in self.hosts(stage))
 
     async def check(self, peer: PeerId) -> bool:
         """Whether a node answers; one that does not is left out until it publishes anew."""

@@ -139,7 +139,8 @@ class SwarmView:
         """Reads the others' records every REFRESH_S, or LOOKOUT_S while nobody may be paired with; until cancelled."""
         while True:
             await self.refresh()
-            await asyncio.sleep(REFRESH_S if self.live() else LOOKOUT_S)
+            at_work = self.live() or (self._facts.stage_role == "hosts" and self._facts.state == "training")
+            await asyncio.sleep(REFRESH_S if at_work else LOOKOUT_S)
 
     async def keep_spec(self) -> None:
         """Renews the run's spec, so that it outlives its owner; until cancelled."""

@@ -14,9 +14,7 @@ that moves to another node, is mended by sending again what has no answer yet.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
@@ -25,36 +23,14 @@ from peerloom.protocol.ledger import Ledger, Microbatch
 from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stage_effects import StageEffect
 from peerloom.protocol.stage_events import StageEvent
+from peerloom.protocol.stage_flight import Downstream, Flight, Phase
+from peerloom.protocol.stage_source import StageSource
 from peerloom.protocol.types import PeerId
 
 MAX_UPSTREAM = 64  # nodes of the stage before that one node serves: each may fill a window of memory
 MAX_CREDIT = 1 << 20
 KEPT_EVALUATIONS = 4
 HISTORY = 32
-
-Phase = Literal["queued", "forward", "unsent", "sent", "answered", "backward"]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A microbatch under way here."""
-
-    microbatch: Microbatch
-    upstream: PeerId | None
-    upstream_version: int
-    counted: bool
-    phase: Phase = "queued"
-    update: int = 0
-    version: int = 0
-    downstream: PeerId | None = None
-    loss: float = 0.0
-
-
-@dataclass(slots=True)
-class _Downstream:
-    credit: int
-    answered_at: float
-    waiting: bool = False
 
 
 class StageMachine:
@@ -82,19 +58,16 @@ class StageMachine:
         self._kept = 2 * self._credit
         self._base = self._applied = first_version
         self._ledger = ledger or Ledger()
-        self._lane, self.limit = lane, limit
-        self._next_index = self._ledger.first_missing(lane)
+        self.limit = limit
+        self._source = StageSource(lane, self._ledger, held_out) if self._first else None
         self._begun = 0  # counted ones that began here
         self._held_out = held_out
-        self._evaluations = 0
-        self._evaluate_due = held_out > 0 and self._first
-        self._to_evaluate: deque[Microbatch] = deque()
         self._scores: dict[int, list[float]] = {}
-        self._flights: dict[Microbatch, _Flight] = {}  # in the order in which they came
+        self._flights: dict[Microbatch, Flight] = {}  # in the order in which they came
         self._results: dict[Microbatch, float] = {}  # answers that may be asked for again, with their loss
-        self._members: dict[int, list[_Flight]] = {}  # by update, those whose gradient is in
+        self._members: dict[int, list[Flight]] = {}  # by update, those whose gradient is in
         self._upstream: dict[PeerId, int] = {}  # how many each may still send
-        self._downstream: dict[PeerId, _Downstream] = {}
+        self._downstream: dict[PeerId, Downstream] = {}
         self._running: StageEffect | None = None
         self._save_wanted = self._draining = False
         self._out: list[StageEffect] = []
@@ -158,7 +131,7 @@ class StageMachine:
                 self._lose_upstream(peer)
             case events.DownstreamOpened(peer, credit):
                 self._lose_downstream(peer)
-                self._downstream[peer] = _Downstream(min(credit, MAX_CREDIT), now)
+                self._downstream[peer] = Downstream(min(credit, MAX_CREDIT), now)
             case events.DownstreamLost(peer):
                 self._lose_downstream(peer)
             case events.DownstreamBeat(peer, waiting):
@@ -255,7 +228,7 @@ class StageMachine:
             self._reply(peer, microbatch, event.version, self._results[microbatch])
         else:
             counted = not microbatch.held_out and microbatch not in self._ledger
-            self._flights[microbatch] = _Flight(microbatch, peer, event.version, counted)
+            self._flights[microbatch] = Flight(microbatch, peer, event.version, counted)
 
     def _grant(self, peer: PeerId | None) -> None:
         if peer in self._upstream:
@@ -286,7 +259,7 @@ class StageMachine:
 
     # what the worker did
 
-    def _ended(self, microbatch: Microbatch, kind: type[StageEffect]) -> _Flight:
+    def _ended(self, microbatch: Microbatch, kind: type[StageEffect]) -> Flight:
         running = self._running
         if not isinstance(running, kind) or getattr(running, "microbatch", None) != microbatch:
             raise self._bug(f"{kind.__name__} of {microbatch} ended, but {running} is under way")
@@ -303,7 +276,7 @@ class StageMachine:
         flight.loss = loss
         self._complete(flight)
 
-    def _complete(self, flight: _Flight) -> None:
+    def _complete(self, flight: Flight) -> None:
         """All is computed here that the microbatch needs: its gradient waits for its update, its answer goes back."""
         microbatch = flight.microbatch
         del self._flights[microbatch]
@@ -346,8 +319,8 @@ class StageMachine:
         for flight in members:
             self._ledger.add(flight.microbatch)
         self._out.append(effects.ReportTrained(update, fmean(flight.loss for flight in members)))
-        if self._first and self._held_out and self._applied % self._spec.eval_every == 0:
-            self._evaluate_due = True
+        if self._source is not None and self._applied % self._spec.eval_every == 0:
+            self._source.evaluate()
 
     # what goes out
 
@@ -403,8 +376,8 @@ class StageMachine:
     def _next_forward(self) -> StageEffect | None:
         if self._draining:
             return None
-        if self._first:
-            self._draw()
+        if self._source is not None:
+            self._draw(self._source)
         room = self._room()
         for flight in self._flights.values():
             if flight.phase == "queued" and (room or not flight.counted):
@@ -420,7 +393,7 @@ class StageMachine:
             return True
         return sum(flight.counted and flight.phase != "queued" for flight in self._flights.values()) < self._window
 
-    def _begin(self, flight: _Flight) -> StageEffect:
+    def _begin(self, flight: Flight) -> StageEffect:
         flight.phase, flight.version = "forward", self._applied
         self._grant(flight.upstream)
         if not flight.counted:
@@ -433,28 +406,18 @@ class StageMachine:
 
     # a first stage draws its own
 
-    def _draw(self) -> None:
+    def _draw(self, source: StageSource) -> None:
         """Keeps one microbatch of either kind waiting to begin."""
-        if self._evaluate_due:
-            self._evaluate_due = False
-            start = self._evaluations * self._held_out
-            self._evaluations += 1
-            self._to_evaluate.extend(Microbatch(self._lane, start + i, True) for i in range(self._held_out))
         under_way = sum(flight.microbatch.held_out for flight in self._flights.values())
-        if self._to_evaluate and under_way < self._window:
-            self._enter(self._to_evaluate.popleft())
-        if not any(flight.counted and flight.phase == "queued" for flight in self._flights.values()):
-            self._draw_counted()
-
-    def _draw_counted(self) -> None:
-        while Microbatch(self._lane, self._next_index) in self._ledger:
-            self._next_index += 1
+        if under_way < self._window and (held_out := source.next_held_out()) is not None:
+            self._enter(held_out)
+        if any(flight.counted and flight.phase == "queued" for flight in self._flights.values()):
+            return
         if self.limit is None or self._base + self._begun // self._spec.microbatches < self.limit:
-            self._enter(Microbatch(self._lane, self._next_index))
-            self._next_index += 1
+            self._enter(source.next_counted())
 
     def _enter(self, microbatch: Microbatch) -> None:
-        self._flights[microbatch] = _Flight(microbatch, None, 0, not microbatch.held_out)
+        self._flights[microbatch] = Flight(microbatch, None, 0, not microbatch.held_out)
 
     def _bug(self, what: str) -> InvalidTransition:
         return InvalidTransition(f"{what}; before it: " + " | ".join(self._history))

@@ -58,10 +58,11 @@ async def utilization(turns: int, updates: int) -> list[Row]:
                     for schedule in SCHEDULES:
                         found = await pair.turn(schedule, delay / 1000, updates)
                         shares.setdefault((schedule, delay), []).append(found)
-    return [_row(delay, shares) for delay in DELAYS_MS]
+    return [row_of(delay, shares) for delay in DELAYS_MS]
 
 
-def _row(delay: int, shares: dict[tuple[str, int], list[list[float]]]) -> Row:
+def row_of(delay: int, shares: dict[tuple[str, int], list[list[float]]]) -> Row:
+    """The row of a delay, from the shares of both stages in each turn, by schedule and delay."""
     both = {schedule: [median(each) for each in zip(*shares[schedule, delay], strict=True)] for schedule in SCHEDULES}
     each = ", ".join(f"{schedule} {first:.3f} and {last:.3f}" for schedule, (first, last) in both.items())
     return Row(
@@ -131,7 +132,7 @@ dead_after_s = {DEAD_AFTER_S}
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Utilization, then recovery."""
-    turns, updates = (1, 3) if arguments.quick else (5, 8) if arguments.full else (3, 4)
+    turns, updates = (1, 2) if arguments.quick else (5, 8) if arguments.full else (3, 4)
     rows = asyncio.run(utilization(turns, updates))
     print("utilization measured; now a kill", file=sys.stderr)
     return [*rows, recovery()]

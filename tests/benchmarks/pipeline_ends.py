@@ -28,7 +28,7 @@ from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import NodeStatus, PeerRecord
 from tests.benchmarks.delaying_proxy import DelayingProxy
 
-WARM, COOL = 2, 2  # updates of a turn before and after those that are measured
+WARM, COOL = 1, 2  # updates of a turn before and after those that are measured
 
 
 class StageEnd:

@@ -15,7 +15,7 @@ from peerloom.node import checkpoint
 from peerloom.node.failures import OK
 from peerloom.node.specs import load_spec
 from peerloom.optim.flat import FlatParameters
-from tests.helpers import Node, Swarm, run_peer, swarm_folder, wait_for, write_run
+from tests.helpers import Node, Swarm, run_peer, swarm_folder, write_run
 from tests.unit.node.stage_tasks import reference
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def check_export(folder: Path, stages: list[torch.nn.Module]) -> None:
 
 def test_a_stage_killed_under_load_is_taken_over(record_property: Report) -> None:
     names = [*(f"stage-{stage}" for stage in range(STAGES)), "spare"]
-    with pipeline(0, names, backup_every=5, heartbeat_s=1.0, dead_after_s=4.0) as (_, nodes):
+    with pipeline(0, names, backup_every=5, heartbeat_s=1.0, dead_after_s=4.0) as (swarm, nodes):
         first, victim, spare = nodes[0], nodes[2], nodes[4]
         first.wait_for("updates", lambda: len(first.events("update")) > 30, START_S)
         spare.wait_for("a copy to take over with", lambda: list((spare.run_dir).glob("stage-*/checkpoints/round-*")))
@@ -130,4 +130,10 @@ def test_a_stage_killed_under_load_is_taken_over(record_property: Report) -> Non
         for node in (nodes[0], nodes[1], nodes[3], spare):
             made = [event["update"] for event in node.events("update")]
             assert made == list(range(made[0], made[0] + len(made))), "an update was made twice"
-        wait_for("nothing left", lambda: victim.expect_nothing_left() is None)
+        victim.expect_nothing_left()
+        _, seen = swarm.status()
+        assert seen["pipeline"] == {"stages": STAGES, "missing": []}
+        out = swarm.folder / "gathered"
+        done = run_peer("export", "--from", swarm.invite, "--out", str(out), "--home", str(swarm.folder / "onlooker"))
+        assert done.returncode == OK, done.stderr
+        assert len(list(out.glob("model-*-of-00004.safetensors"))) == STAGES

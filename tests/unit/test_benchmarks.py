@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, rows
+from tests.benchmarks import dht, exchange, overhead, pipeline, rows
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -138,3 +138,13 @@ def test_ends_answer_in_turn_and_are_gone_afterwards() -> None:
 def test_an_end_that_raises_is_told_with_its_traceback() -> None:
     with Ends(fail, [()]) as ends, pytest.raises(EndFailed, match="on purpose"):
         ends.answers()
+
+
+def test_utilization_is_the_less_busy_stages_median_over_turns() -> None:
+    shares = {
+        ("async", 20): [[0.9, 1.0], [0.95, 0.97], [0.96, 0.92]],
+        ("sync", 20): [[0.5, 0.4], [0.6, 0.45], [0.4, 0.5]],
+    }
+    row = pipeline.row_of(20, shares)
+    assert (row.name, row.value, row.baseline_value) == ("utilization_async_20ms", 0.95, 0.45)
+    assert "async 0.950 and 0.970, sync 0.500 and 0.450" in row.setting

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from peerloom.node import grpc_wire
-from peerloom.proto import common_pb2, flood_pb2, generate, gossip_pb2, peer_pb2, state_pb2
+from peerloom.proto import common_pb2, flood_pb2, generate, gossip_pb2, peer_pb2, stage_pb2, state_pb2
 from peerloom.protocol.services import SERVICES
 
-STUBS = (common_pb2, flood_pb2, gossip_pb2, peer_pb2, state_pb2)
+STUBS = (common_pb2, flood_pb2, gossip_pb2, peer_pb2, stage_pb2, state_pb2)
 
 
 def test_every_stub_is_of_our_package_and_virtual_path() -> None:

@@ -276,7 +276,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((*arguments, force))
         return SimpleNamespace(round=7, notes=("round-00000008 is damaged: passed over",))
 
-    monkeypatch.setitem(sys.modules, "peerloom.node.export", SimpleNamespace(export=export))
+    monkeypatch.setitem(sys.modules, "peerloom.node.export", SimpleNamespace(export=export, export_stages=export))
     return calls
 
 

@@ -163,6 +163,22 @@ def test_held_out_microbatches_leave_no_trace(source: Path, tmp_path: Path) -> N
     )
 
 
+def test_a_microbatch_run_again_gives_its_gradient_and_counts_no_more(source: Path, tmp_path: Path) -> None:
+    last = open_stage(stage_spec(source, stages=2), tmp_path, 1)
+    before = last._flat.flat.clone()
+    last._inbox.normal_()
+    answers = []
+    for update in (0, None):
+        last.obey(messages.Forward(Microbatch(LANE, 0), 0, update), lambda round: False)
+        answers.append(last._outbox.clone())
+    assert torch.equal(answers[0], answers[1]) and float(answers[0].abs().sum()) > 0
+    assert len(last._sums) == 1
+    counted = [grad.clone() for grad in last._sums[0]]
+    last.obey(messages.Forward(Microbatch(LANE, 0), 0, None), lambda round: False)
+    assert all(torch.equal(a, b) for a, b in zip(counted, last._sums[0], strict=True))
+    assert torch.equal(before, last._flat.flat)
+
+
 def test_a_version_that_is_not_kept_is_not_replaced_by_another(source: Path, tmp_path: Path) -> None:
     task = open_stage(stage_spec(source), tmp_path, 0)
     with pytest.raises(KeyError):

@@ -1,0 +1,35 @@
+"""What a stage remembers of a microbatch under way, and of a node of the next stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.types import PeerId
+
+Phase = Literal["queued", "forward", "unsent", "sent", "answered", "backward"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A microbatch under way here; `counted`: its gradient goes into `update`, computed with `version`."""
+
+    microbatch: Microbatch
+    upstream: PeerId | None
+    upstream_version: int
+    counted: bool
+    phase: Phase = "queued"
+    update: int = 0
+    version: int = 0
+    downstream: PeerId | None = None
+    loss: float = 0.0
+
+
+@dataclass(slots=True)
+class Downstream:
+    """A linked node of the next stage; `answered_at`: since when it owes an answer, if it owes one."""
+
+    credit: int
+    answered_at: float
+    waiting: bool = False
