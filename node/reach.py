@@ -77,17 +77,13 @@ class ReachDriver:
             log.info("this machine's addresses have changed to %s", ", ".join(addresses))
             self._facts.count("addresses_changed")
             self._looks = 0
-            self._spawn(self._after_move(), "reach-moved")
+            await self._moved()  # before relays are sought: they are on the other side of the old connections
         self._addresses = addresses
         if self._looks % LIBP2P_EVERY == 0:
             self._facts.libp2p = _fit(await self._libp2p())
         self._looks += 1
         self._facts.counters.update(self._tunnels.desk.counts())
         self._handle(reach.Looked(addresses=addresses, records=tuple(self._view.believed())))
-
-    async def _after_move(self) -> None:
-        await self._moved()
-        self._view.announce()
 
     def _handle(self, event: reach.Event) -> None:
         for effect in self._machine.handle(event, self._clock.monotonic()):
