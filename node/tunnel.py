@@ -52,7 +52,7 @@ class Tunnels:
         self._daemon: P2pDaemon | None = None
         self._server: tuple[str, int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._origins: dict[int, str] = {}
+        self._origins: dict[tuple[str, int], str] = {}
         self._stopped = False
 
     def serve(self, host: str, port: int) -> None:
@@ -68,9 +68,9 @@ class Tunnels:
         """Only opens streams by it: for one that listens on nothing."""
         self._daemon = daemon
 
-    def origin_of(self, port: int) -> str | None:
-        """Who speaks from a loopback port of this machine: the tunnel that ends there, None for another program."""
-        return self._origins.get(port)
+    def origin_of(self, host: str, port: int) -> str | None:
+        """Who speaks from a port of this machine: the tunnel that ends there, None for anybody else."""
+        return self._origins.get((host, port))
 
     async def connected(self) -> frozenset[PeerId]:
         """The peers that libp2p is connected to."""
@@ -181,15 +181,15 @@ class Tunnels:
                 local = await asyncio.open_connection(*self._server)
             except OSError:
                 return await self._refuse(stream, "unreachable")
-            port = int(local[1].get_extra_info("sockname")[1])
-            self._origins[port] = f"{origin} by {bearer}"
+            host, port = local[1].get_extra_info("sockname")[:2]
+            self._origins[host, port] = f"{origin} by {bearer}"
             try:
                 await _answer(stream)
                 settle()
                 self._count("tunnels_delivered", 1.0)
                 await join(local, stream, self._passing("tunnel_bytes_in"))
             finally:
-                self._origins.pop(port, None)
+                self._origins.pop((host, port), None)
                 local[1].close()
         finally:
             self.desk.left(origin)
