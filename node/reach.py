@@ -127,14 +127,18 @@ class ReachDriver:
         self._handle(reach.DialledBack(peer, reached))
 
     async def _keep(self, relay: PeerId) -> None:
+        stood = False
+
         def measured(latency_s: float, load: float) -> None:
+            nonlocal stood
+            stood = True
             self._handle(reach.RelayMeasured(relay, latency_s, load))
 
         await self._introduce(relay)
         fault = await tunnel_keep.keep(self._tunnels, relay, self._clock, measured, place=True)
         self._kept.pop(relay, None)
-        log.info("relay %s is lost: %s", short(relay), fault)
-        self._facts.count("relays_lost")
+        log.log(logging.INFO if stood else logging.DEBUG, "relay %s is lost: %s", short(relay), fault)
+        self._facts.count("relays_lost", float(stood))
         self._handle(reach.RelayLost(relay, fault))
 
     async def _measure(self, relay: PeerId) -> None:

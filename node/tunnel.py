@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from peerloom.node.p2pd import P2pDaemon, Stream
+from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, Stream
 from peerloom.node.seams import Clock
 from peerloom.node.tunnel_pump import hang_up, join, relay
 from peerloom.protocol import tunnel
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
 from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
 from peerloom.protocol.tunnel import DeliverFrom, Header, Keep, OpenTo, Refusal, TunnelRefused
 from peerloom.protocol.types import PeerId
@@ -60,9 +60,13 @@ class Tunnels:
         self._server = (host, port)
 
     async def attach(self, daemon: P2pDaemon) -> None:
-        """Takes streams from a life of p2pd, and opens them by it, in place of a former one."""
+        """Takes streams from a life of p2pd, and opens them by it, in place of a former one; raises PeerloomError."""
         self._daemon = daemon
-        await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
+        except (OSError, TimeoutError) as error:
+            raise PeerloomError("the libp2p daemon does not answer; start the node again") from error
 
     async def attach_client(self, daemon: P2pDaemon) -> None:
         """Only opens streams by it: for one that listens on nothing."""
