@@ -138,11 +138,13 @@ class DhtStack:
 
     async def hang_up(self) -> None:
         """Closes every connection of p2pd."""
-        for peer in await self.contacts():
-            try:
-                await self.daemon.disconnect(peer)
-            except (LinkError, TimeoutError) as error:
-                log.debug("%s is not let go: %s", peer, error)
+        await asyncio.gather(*(self._let_go(peer) for peer in await self.contacts()))
+
+    async def _let_go(self, peer: PeerId) -> None:
+        try:
+            await self.daemon.disconnect(peer)
+        except (LinkError, TimeoutError) as error:
+            log.debug("%s is not let go: %s", peer, error)
 
     async def stop(self) -> None:
         """Leaves the DHT and ends p2pd; calls still under way end by their own deadlines."""

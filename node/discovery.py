@@ -6,6 +6,7 @@ What is published here is kept and served here too, so a record outlives the nod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -83,6 +84,7 @@ class DhtDiscovery:
         self._seen: dict[PeerId, PeerEntry] = {}
         self._contacts: dict[PeerId, str] = {}
         self._hooks: list[Callable[[P2pDaemon], Awaitable[None]]] = []
+        self._has_moved = asyncio.Event()
         self._redials: dict[PeerId, Backoff] = {}
         self._rng = random.Random(settings.identity.peer_id)
         self._kept: list[tuple[Any, Any]] = []  # what a life of p2pd that ended had stored
@@ -199,16 +201,15 @@ class DhtDiscovery:
             return ()
 
     async def moved(self) -> None:
-        """This machine's addresses are others now: drops connections that no longer lead anywhere, and dials anew."""
-        stack = self._stack
-        if stack is None:
-            return
-        self._contacts |= await stack.contacts()
-        await stack.hang_up()
+        """This machine's addresses are others now: drops connections that lead nowhere any more.
+
+        All whom it knew are dialled anew, at once but after this returns.
+        """
+        if (stack := self._stack) is not None:
+            self._contacts |= await stack.contacts()
+            await stack.hang_up()
         self._redials.clear()
-        await self._reconnect(stack, everybody=True)
-        if self._own.record is not None:
-            await self.publish(self._own.record)
+        self._has_moved.set()
 
     def _probe_reply(self) -> ProbeReply:
         return ProbeReply(
@@ -380,12 +381,16 @@ class DhtDiscovery:
     async def _tend(self) -> None:
         """Remembers whom we are connected to, and dials seeds that we have lost; until cancelled."""
         while True:
+            moved = self._has_moved.is_set()
+            self._has_moved.clear()
             if (stack := self._stack) is not None:
                 self._contacts |= await stack.contacts()
                 for peer in list(self._contacts)[:-MAX_CONTACTS]:
                     del self._contacts[peer]
-                await self._reconnect(stack)
-            await asyncio.sleep(TEND_S)
+                await self._reconnect(stack, everybody=moved)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TEND_S):
+                    await self._has_moved.wait()
 
     async def _reconnect(self, stack: DhtStack, *, everybody: bool = False) -> None:
         """Dials the seeds that are not connected and, when the routing table is empty, everybody we ever met.

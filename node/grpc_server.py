@@ -51,6 +51,7 @@ UNWIND_S = 5.0  # a handler whose peer has gone may take this long to notice, th
 MAX_UNPROVEN = 256  # calls at once from clients that have not proven who they are
 MAX_CALLS = 1024  # calls of any kind at once
 
+OriginOf = Callable[[str, int], str | None]  # whose tunnel ends at an address of this machine
 Method = Callable[[Context], Awaitable[None]]
 
 
@@ -68,11 +69,11 @@ class GrpcServer:
         clock: Clock,
         traffic: Traffic,
         dial_backs: DialBacks,
-        origin_of: Callable[[int], str | None] = lambda _: None,
+        origin_of: OriginOf = lambda *_: None,
     ) -> None:
         self._sessions = sessions
         self._dial_backs = dial_backs
-        self._origin_of = origin_of  # of a loopback port: whose tunnel ends there
+        self._origin_of = origin_of
         self._handler = handler
         self._traffic = traffic
         self._budget = HelloBudget(clock)
@@ -153,7 +154,7 @@ class GrpcServer:
         """grpc's word for where a call comes from, or whose tunnel it comes by."""
         source = str(context.peer())
         port = source.rpartition(":")[2]
-        origin = self._origin_of(int(port)) if port.isdigit() else None
+        origin = self._origin_of(host_of(source, whole=True), int(port)) if port.isdigit() else None
         return source if origin is None else TUNNELLED + origin
 
     def _stream(self, service: Service[Any]) -> Method:

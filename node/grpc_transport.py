@@ -14,7 +14,7 @@ from peerloom.node import addresses
 from peerloom.node.dial_back import DialBacks
 from peerloom.node.dialer import Dialer, PlainDialer
 from peerloom.node.grpc_client import Metadata, PeerLink, ask
-from peerloom.node.grpc_server import GrpcServer
+from peerloom.node.grpc_server import GrpcServer, OriginOf
 from peerloom.node.grpc_session import Sessions
 from peerloom.node.grpc_stream import ClientStream
 from peerloom.node.grpc_wire import (
@@ -56,7 +56,7 @@ class GrpcTransport:
     `listen` is one (host, port) or several, port 0 for any. `announce` replaces the addresses found by itself; an
     entry without a port gets the bound one. `caps` hold over all calls. `allow` says which peers may call; None: all of
     the run. Without start() it only calls, as `peer status` does with an identity of its own. `dialer` knows the ways
-    to a peer; `origin_of` says whose tunnel ends at a loopback port.
+    to a peer; `origin_of` says whose tunnel ends at an address of this machine.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GrpcTransport:
         protocol_range: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         caps: Caps = NO_CAPS,
         dialer: Dialer | None = None,
-        origin_of: Callable[[int], str | None] = lambda _: None,
+        origin_of: OriginOf = lambda *_: None,
     ) -> None:
         self._dialer = dialer or PlainDialer()
         self._origin_of = origin_of

@@ -124,7 +124,8 @@ def error_of(code: StatusCode, details: str | None, trailing: Any) -> errors.Pee
         return errors.MalformedMessage(f"the peer does not know this call: {text}")
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return Unreachable("another certificate answers there than the one in its record")
-    if code is grpc.StatusCode.UNAVAILABLE:
+    spoilt = code is grpc.StatusCode.UNKNOWN and text.startswith("Stream removed")  # TLS cannot go on
+    if code is grpc.StatusCode.UNAVAILABLE or spoilt:
         return Unreachable(text)
     return errors.LinkError(f"{code.name.lower().replace('_', ' ')}: {text}")
 

@@ -77,17 +77,13 @@ class ReachDriver:
             log.info("this machine's addresses have changed to %s", ", ".join(addresses))
             self._facts.count("addresses_changed")
             self._looks = 0
-            self._spawn(self._after_move(), "reach-moved")
+            await self._moved()  # before relays are sought: they are on the other side of the old connections
         self._addresses = addresses
         if self._looks % LIBP2P_EVERY == 0:
             self._facts.libp2p = _fit(await self._libp2p())
         self._looks += 1
         self._facts.counters.update(self._tunnels.desk.counts())
         self._handle(reach.Looked(addresses=addresses, records=tuple(self._view.believed())))
-
-    async def _after_move(self) -> None:
-        await self._moved()
-        self._view.announce()
 
     def _handle(self, event: reach.Event) -> None:
         for effect in self._machine.handle(event, self._clock.monotonic()):
@@ -131,14 +127,18 @@ class ReachDriver:
         self._handle(reach.DialledBack(peer, reached))
 
     async def _keep(self, relay: PeerId) -> None:
+        stood = False
+
         def measured(latency_s: float, load: float) -> None:
+            nonlocal stood
+            stood = True
             self._handle(reach.RelayMeasured(relay, latency_s, load))
 
         await self._introduce(relay)
         fault = await tunnel_keep.keep(self._tunnels, relay, self._clock, measured, place=True)
         self._kept.pop(relay, None)
-        log.info("relay %s is lost: %s", short(relay), fault)
-        self._facts.count("relays_lost")
+        log.log(logging.INFO if stood else logging.DEBUG, "relay %s is lost: %s", short(relay), fault)
+        self._facts.count("relays_lost", float(stood))
         self._handle(reach.RelayLost(relay, fault))
 
     async def _measure(self, relay: PeerId) -> None:

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from peerloom.node.p2pd import P2pDaemon, Stream
+from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, Stream
 from peerloom.node.seams import Clock
 from peerloom.node.tunnel_pump import hang_up, join, relay
 from peerloom.protocol import tunnel
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError
+from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
 from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
 from peerloom.protocol.tunnel import DeliverFrom, Header, Keep, OpenTo, Refusal, TunnelRefused
 from peerloom.protocol.types import PeerId
@@ -52,7 +52,7 @@ class Tunnels:
         self._daemon: P2pDaemon | None = None
         self._server: tuple[str, int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._origins: dict[int, str] = {}
+        self._origins: dict[tuple[str, int], str] = {}
         self._stopped = False
 
     def serve(self, host: str, port: int) -> None:
@@ -60,17 +60,21 @@ class Tunnels:
         self._server = (host, port)
 
     async def attach(self, daemon: P2pDaemon) -> None:
-        """Takes streams from a life of p2pd, and opens them by it, in place of a former one."""
+        """Takes streams from a life of p2pd, and opens them by it, in place of a former one; raises PeerloomError."""
         self._daemon = daemon
-        await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await daemon.p2p.add_binary_stream_handler(tunnel.TUNNEL, self._take)
+        except (OSError, TimeoutError) as error:
+            raise PeerloomError("the libp2p daemon does not answer; start the node again") from error
 
     async def attach_client(self, daemon: P2pDaemon) -> None:
         """Only opens streams by it: for one that listens on nothing."""
         self._daemon = daemon
 
-    def origin_of(self, port: int) -> str | None:
-        """Who speaks from a loopback port of this machine: the tunnel that ends there, None for another program."""
-        return self._origins.get(port)
+    def origin_of(self, host: str, port: int) -> str | None:
+        """Who speaks from a port of this machine: the tunnel that ends there, None for anybody else."""
+        return self._origins.get((host, port))
 
     async def connected(self) -> frozenset[PeerId]:
         """The peers that libp2p is connected to."""
@@ -181,15 +185,15 @@ class Tunnels:
                 local = await asyncio.open_connection(*self._server)
             except OSError:
                 return await self._refuse(stream, "unreachable")
-            port = int(local[1].get_extra_info("sockname")[1])
-            self._origins[port] = f"{origin} by {bearer}"
+            host, port = local[1].get_extra_info("sockname")[:2]
+            self._origins[host, port] = f"{origin} by {bearer}"
             try:
                 await _answer(stream)
                 settle()
                 self._count("tunnels_delivered", 1.0)
                 await join(local, stream, self._passing("tunnel_bytes_in"))
             finally:
-                self._origins.pop(port, None)
+                self._origins.pop((host, port), None)
                 local[1].close()
         finally:
             self.desk.left(origin)

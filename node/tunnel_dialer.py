@@ -61,7 +61,7 @@ class TunnelEndpoint:
         self._task = asyncio.create_task(self._run(), name=f"tunnel-{self._peer[-6:]}")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._local is not None:
+        if self._local is not None or self._task is None or self._task.done():
             writer.close()
             return
         self._local = (reader, writer)

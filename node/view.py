@@ -127,6 +127,7 @@ class SwarmView:
             self._news.clear()
             if not await self._discovery.publish(self._facts.record()):
                 self._facts.count("publish_failed")
+                self._news.set()  # again soon: others hold the record for 30 s only
             self._look_at_clock()
             await asyncio.sleep(PROMPT_S)
             try:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Report = Callable[[str, object], None]
 MATCH_TIMEOUT_S = 5.0
 BUSY_S = 2.0  # by which a timer may be late on a machine with more to do than cores
-CUT_S = 40.0  # longer than a record lives
+CUT_S = 32.0  # a record lives 30 s
 BACK_S = 35.0  # the longest that a node that moved may be missing
 TRAINERS = ("a1", "a2", "b1", "b2")
 

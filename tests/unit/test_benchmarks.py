@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, rows
+from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -37,7 +37,12 @@ def dht_rows() -> list[Row]:
     return [row for each in found for row in each]
 
 
-@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "seedflow", "basis_rotation"])
+def reach_rows() -> list[Row]:
+    seconds = {"direct": [0.5, 0.1, 0.5], "relayed": [1.0, 1.0]}
+    return reach.rows(10_000_000, 1, seconds, {"direct": [0.002], "relayed": [0.005]})
+
+
+@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "seedflow", "basis_rotation", "reach"])
 def test_each_runs_alone_and_names_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +61,8 @@ def test_each_runs_alone_and_names_its_flags(
     [
         (overhead_rows, ["tokens_per_s", "daemon_rss", "join_to_first_step"]),
         (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "int8_vs_grpc", "peak_copies"]),
+        (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "peak_copies"]),
+        (reach_rows, ["relay_throughput", "relay_latency_ms"]),
         (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
     ],
 )
@@ -91,6 +98,9 @@ def test_the_figures_of_the_rows() -> None:
     assert (against_hivemind.ratio, bf16.value, bf16.baseline_value, peak.value) == (4.0, 400.0, 500.0, 1.1)
     assert (round(int8.value), int8.ratio) == (258, 0.5)  # a scale every 128 numbers comes along
     assert [row.value for row in dht_rows()[:2]] == [20.0, 30.0]
+    throughput, latency = reach_rows()
+    assert (throughput.value, throughput.ratio) == (80.0, 0.5)
+    assert (round(latency.value, 6), latency.baseline_value) == (3.0, 2.0)
 
 
 def event(at: float, tokens: int, partner: str | None = "p") -> dict[str, Any]:
