@@ -136,6 +136,10 @@ class _Record(_Model):
     up_bytes: _Count
     down_bytes: _Count
     sketch: Annotated[tuple[_SketchValue, ...], Field(max_length=limits.MAX_SKETCH)] = ()
+    up_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    down_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    last_partner: Annotated[str, Field(max_length=limits.MAX_PEER_ID_CHARS, pattern=r"^[1-9A-HJ-NP-Za-km-z]*$")] = ""
+    last_met_at: _Wall = 0.0
 
 
 class _PeerBody(_Model):

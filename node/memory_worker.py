@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.seams import (
+    FIRST_STEP,
+    STEPS,
+    RoundFinished,
+    RoundTrained,
+    Taken,
+    WorkerDied,
+    WorkerReady,
+    WorkerSetup,
+)
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.pace import another_step
 from peerloom.optim.fragmented import FragmentedGASLoC
@@ -52,7 +61,7 @@ class MemoryWorker:
         self._disk = disk if disk is not None else MemoryDisk()
         self._interrupted = asyncio.Event()
         self._dead: str | None = None
-        self._round = self._step = self._tokens = 0
+        self._round = self._step = self._tokens = self._taken = 0
 
     def die(self, how: str = "killed by the test") -> None:
         """Makes every later call raise WorkerDied."""
@@ -147,6 +156,8 @@ class MemoryWorker:
                 if not self._stepped:
                     self._stepped = True
                     self._progress(FIRST_STEP, 1.0)
+                self._taken += 1
+                self._progress(STEPS, float(self._taken))
             else:
                 break
         self._check()

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from peerloom.node.context import Context
 from peerloom.node.seams import Discovery, ExchangeStream, WorkerDied, WorkerPort
 from peerloom.node.trainer import Drained, Trainer
+from peerloom.node.watchdog import watch_progress
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage
@@ -73,7 +74,8 @@ class Node:
         context.facts.addresses = await context.transport.start(self)
         context.joinable()
         view = context.view
-        background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec)]
+        jobs = (view.heartbeat, view.watch, view.keep_spec, lambda: watch_progress(context.facts))
+        background = [asyncio.create_task(job()) for job in jobs]
         living = asyncio.create_task(self._live())
         try:
             waited = {living, *background}

@@ -15,6 +15,7 @@ from peerloom.node.joiner import FetchedState, Joiner
 from peerloom.node.logs import short
 from peerloom.node.seams import (
     FIRST_STEP,
+    STEPS,
     ExchangeStream,
     RoundFinished,
     RoundTrained,
@@ -129,8 +130,10 @@ class Trainer:
             await asyncio.gather(working, draining, return_exceptions=True)
 
     def _progress(self, what: str, share: float) -> None:
-        """Passes on how far starting is; the first optimizer step ends it."""
-        if what == FIRST_STEP:
+        """Passes on how far starting is; the first optimizer step ends it, and steps are signs of life from then on."""
+        if what == STEPS:
+            self._facts.stepped(int(share))
+        elif what == FIRST_STEP:
             self._context.phases.mark(FIRST_STEP)
             self._context.journal.write("first_step")
         else:
@@ -369,7 +372,7 @@ class Trainer:
         for end, taken in meetings:
             if end.partner is None:
                 continue
-            facts.partners[end.partner] += 1
+            facts.exchanged_with(end.partner)
             if taken.share < 1:
                 facts.count("gossip_clipped")
             if taken.far_off and len(self._context.view.live()) >= MAJORITY:

@@ -434,6 +434,10 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         up_bytes=checks.whole("bytes up", record.up_bytes),
         down_bytes=checks.whole("bytes down", record.down_bytes),
         sketch=checks.sketch("sketch", record.sketch),
+        up_bytes_per_s=checks.finite("bytes up per second", record.up_bytes_per_s),
+        down_bytes_per_s=checks.finite("bytes down per second", record.down_bytes_per_s),
+        last_partner=checks.peer_id("last partner", record.last_partner) if record.last_partner else "",
+        last_met_at=checks.wall_time("last_met_at", record.last_met_at),
     )
 
 

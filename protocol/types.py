@@ -15,7 +15,7 @@ PROTOCOL_MAX = 1
 
 Role = Literal["trainer", "bootstrap"]
 NodeState = Literal[
-    "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
+    "starting", "fetching", "training", "seeking", "exchanging", "stalled", "restarting", "draining", "done", "serving"
 ]
 Encoding = Literal["fp32", "bf16", "int8"]
 
@@ -52,6 +52,10 @@ class PeerRecord:
     up_bytes: int = 0
     down_bytes: int = 0
     sketch: tuple[float, ...] = ()
+    up_bytes_per_s: float = 0.0  # over the last half minute
+    down_bytes_per_s: float = 0.0
+    last_partner: str = ""  # whom it exchanged with last: a peer id, "" for nobody yet
+    last_met_at: float = 0.0  # when that was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
