@@ -30,7 +30,7 @@ def exit_codes() -> dict[int, str]:
     }
     for error in _error_classes():
         codes.setdefault(error.exit_code, _meaning(error))
-    codes[DEGRADED] = "`peer status`: a node is silent, or a trainer is not training."
+    codes[DEGRADED] = "`peer status`: a node is silent, a trainer is not training, or a stage is missing."
     codes[EMPTY] = "`peer status`: no trainer is there."
     return dict(sorted(codes.items()))
 

@@ -1,40 +1,44 @@
-"""The swarm as a user sees it: rows and totals from what the nodes say, as a table and as JSON.
+"""The swarm as a user sees it: rows and totals from what the nodes say, and the JSON of both; see `status_table`.
 
-The JSON of `peer status --json`, schema 1; keys are only ever added. Times are seconds, `at` and `started_at` Unix
-time; loss is held-out, in nats a token; null where nothing is known yet.
+The JSON of `peer status --json` and of the page's `/status.json`, schema 1; keys are only ever added. Times are
+seconds, `at`, `started_at` Unix time; loss is held-out, in nats a token; null where nothing is known yet.
 
-    {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty",
+    {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty", "problems": [str],
      "run": {"id": str, "name": str, "method": str},
      "totals": {"nodes": int, "trainers": int, "training": int, "silent": int, "tokens_per_s": float, "tokens": int,
+                "token_budget": int | null, "left_s": float | null,
                 "loss_min": float | null, "loss_max": float | null, "loss_spread": float | null,
-                "consensus_distance": float | null},
+                "consensus_distance": float | null, "states_differ": int | null,
+                "stages": {str: int}, "missing_stages": [int]},
      "nodes": [{"peer_id": str, "name": str, "role": "trainer" | "bootstrap", "state": str, "reason": str,
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
-                "sketch": [float]}]}
+                "sketch": [float], "where": str, "relay": str, "stage": int | null,
+                "up_bytes_per_s": float, "down_bytes_per_s": float, "last_partner": str, "last_met_s": float | null,
+                "accuracy": float | null, "state_hash": str}]}
 
-`state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
-committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
-mean, relative to the parameters' own norm; `sketch` is the projection it is told from. `--watch --json` prints one such
-object a line.
+`state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `problems` says in
+sentences why `health` is not healthy. `partners` counts committed exchanges by peer, as far as the node was asked;
+`last_partner` is the newest, met `last_met_s` ago. `where` is the host of its first address, `relay` the peer that
+forwards to it, "" where it is dialled directly. `left_s` is how long the token budget lasts at the present speed.
+`consensus_distance` is an estimate of how far the trainers' parameters lie from their mean, relative to the
+parameters' own norm; `sketch` is the projection it is told from. Where a method keeps all nodes equal, `states_differ`
+counts the trainers whose `state_hash` is not the commonest. `stages` counts the trainers of each stage of a pipeline.
+`--watch --json` prints one such object a line.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
-from peerloom.node.logs import short as short_id
 from peerloom.protocol.consensus import relative_distance
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, RunId
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 SCHEMA = 1
 SILENT_AFTER_S = 15.0  # records are renewed every 10 s
@@ -67,6 +71,15 @@ class NodeRow:
     version: str
     started_at: float
     sketch: tuple[float, ...]
+    where: str = ""
+    relay: str = ""
+    stage: int | None = None
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+    last_partner: str = ""
+    last_met_s: float | None = None
+    accuracy: float | None = None
+    state_hash: str = ""
 
     @property
     def trains(self) -> bool:
@@ -76,7 +89,7 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The swarm's sums, field for field the JSON's `totals`; speed and loss count only nodes heard from."""
+    """The swarm's sums, field for field the JSON's `totals`; speed, loss and stages count only nodes heard from."""
 
     nodes: int
     trainers: int
@@ -84,10 +97,15 @@ class Totals:
     silent: int
     tokens_per_s: float
     tokens: int
+    token_budget: int | None
+    left_s: float | None
     loss_min: float | None
     loss_max: float | None
     loss_spread: float | None
     consensus_distance: float | None
+    states_differ: int | None
+    stages: dict[str, int]
+    missing_stages: list[int]
 
 
 class LastHeard:
@@ -125,11 +143,12 @@ def _age_key(status: NodeStatus) -> tuple[float, int, int]:
 
 def rows_of(statuses: Iterable[NodeStatus], now: float) -> list[NodeRow]:
     """One row a node, trainers first, then by name; `now` is Unix time."""
-    rows = [_row_of(status, now) for status in statuses]
+    rows = [row_of(status, now) for status in statuses]
     return sorted(rows, key=lambda row: (row.role != "trainer", row.name, row.peer_id))
 
 
-def _row_of(status: NodeStatus, now: float) -> NodeRow:
+def row_of(status: NodeStatus, now: float) -> NodeRow:
+    """One node's row; `now` is Unix time."""
     record = status.record
     age_s = max(0.0, now - record.issued_at)
     return NodeRow(
@@ -152,116 +171,89 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         version=record.version,
         started_at=record.started_at,
         sketch=record.sketch,
+        where=record.addresses[0].rpartition(":")[0] if record.addresses else "",
+        relay=_said(record, "relay", ""),
+        stage=_said(record, "stage", None),
+        up_bytes_per_s=record.up_bytes_per_s,
+        down_bytes_per_s=record.down_bytes_per_s,
+        last_partner=record.last_partner,
+        last_met_s=max(0.0, now - record.last_met_at) if record.last_partner else None,
+        accuracy=_said(record, "accuracy", None),
+        state_hash=_said(record, "state_hash", ""),
     )
 
 
-def totals_of(rows: list[NodeRow]) -> Totals:
-    """The swarm's sums over its rows."""
+def _said(record: object, name: str, default: Any) -> Any:
+    """A field that only records of some methods carry."""
+    return getattr(record, name, default)
+
+
+def totals_of(rows: list[NodeRow], spec: RunSpec | None = None) -> Totals:
+    """The swarm's sums over its rows; budget and missing stages are the spec's to name."""
     heard = [row for row in rows if row.silent_s is None]
-    losses = [row.loss for row in heard if row.role == "trainer" and row.loss is not None]
+    trainers = [row for row in heard if row.role == "trainer"]
+    losses = [row.loss for row in trainers if row.loss is not None]
     low, high = (min(losses), max(losses)) if losses else (None, None)
+    tokens, speed = sum(row.tokens for row in rows), sum(row.tokens_per_s for row in heard)
+    budget = (spec.token_budget or None) if spec is not None else None
+    stages = Counter(row.stage for row in trainers if row.stage is not None)
+    hashes = Counter(row.state_hash for row in trainers if row.state_hash)
     return Totals(
         nodes=len(rows),
         trainers=sum(row.role == "trainer" for row in rows),
-        training=sum(row.role == "trainer" and row.trains for row in rows),
+        training=sum(row.trains for row in trainers),
         silent=len(rows) - len(heard),
-        tokens_per_s=sum(row.tokens_per_s for row in heard),
-        tokens=sum(row.tokens for row in rows),
+        tokens_per_s=speed,
+        tokens=tokens,
+        token_budget=budget,
+        left_s=max(0, budget - tokens) / speed if budget is not None and speed > 0 else None,
         loss_min=low,
         loss_max=high,
         loss_spread=None if low is None or high is None else high - low,
-        consensus_distance=relative_distance([row.sketch for row in heard if row.role == "trainer"]),
+        consensus_distance=relative_distance([row.sketch for row in trainers]),
+        states_differ=hashes.total() - max(hashes.values()) if hashes else None,
+        stages={str(stage): stages[stage] for stage in sorted(stages)},
+        missing_stages=[stage for stage in range(stages_of(spec)) if not stages[stage]],
     )
 
 
-def health_of(rows: list[NodeRow]) -> int:
-    """The exit code of `peer status`: OK, DEGRADED (a node silent, a trainer not training) or EMPTY (no trainer)."""
-    trainers = [row for row in rows if row.role == "trainer"]
-    if not trainers:
+def stages_of(spec: RunSpec | None) -> int:
+    """How many stages the run cuts its model into; 0 where it does not."""
+    if spec is None or str(spec.method) != "pipeline":
+        return 0
+    return int(getattr(getattr(spec, "pipeline", None), "stages", 0))
+
+
+def problems_of(rows: list[NodeRow], totals: Totals) -> list[str]:
+    """Why the swarm is not healthy, one sentence each, the worst first; empty when it is."""
+    problems = [] if totals.trainers else ["no trainer is there"]
+    problems += [f"stage {stage} is served by nobody" for stage in totals.missing_stages]
+    for row in rows:
+        if row.silent_s is not None:
+            last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
+            problems.append(f"{row.name} is silent for {row.silent_s:.0f} s{last}")
+        elif row.role == "trainer" and not row.trains:
+            problems.append(f"{row.name} is {row.state}" + (f": {row.reason}" if row.reason else ""))
+    return problems
+
+
+def health_of(rows: list[NodeRow], spec: RunSpec | None = None) -> int:
+    """The exit code of `peer status`: OK, EMPTY (no trainer), or DEGRADED (there are problems beside that)."""
+    totals = totals_of(rows, spec)
+    if not totals.trainers:
         return EMPTY
-    if any(row.silent_s is not None for row in rows) or not all(row.trains for row in trainers):
-        return DEGRADED
-    return OK
+    return DEGRADED if problems_of(rows, totals) else OK
 
 
 def to_json(spec: RunSpec, run_id: RunId, rows: list[NodeRow], now: float) -> dict[str, Any]:
     """The object that the module's docstring describes."""
+    totals = totals_of(rows, spec)
     return {
         "schema": SCHEMA,
         "at": now,
-        "health": HEALTH[health_of(rows)],
+        "health": HEALTH[health_of(rows, spec)],
+        "problems": problems_of(rows, totals),
         "run": {"id": run_id, "name": spec.name, "method": spec.method},
-        "totals": asdict(totals_of(rows)),
+        "totals": asdict(totals),
         "nodes": [asdict(row) for row in rows],
     }
-
-
-def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
-    """Header, table, and under it a line for each node with something to explain; readable at 80 columns."""
-    from rich.console import Group
-    from rich.text import Text
-
-    head = Text.assemble((spec.name, "bold"), f"  run {run_id}  {spec.method}\n", summary(totals_of(rows)))
-    notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
-    return Group(head, Text(), _table(rows), *notes)
-
-
-def summary(totals: Totals) -> str:
-    """The swarm in one line."""
-    parts = [f"{totals.training} of {totals.trainers} training", f"{totals.nodes} node{'s' * (totals.nodes != 1)}"]
-    if totals.silent:
-        parts.append(f"{totals.silent} silent")
-    parts += [f"{short(totals.tokens_per_s)} tokens/s", f"{short(totals.tokens)} tokens"]
-    if totals.loss_spread is not None:
-        parts.append(f"loss spread {totals.loss_spread:.3f}")
-    if totals.consensus_distance is not None:
-        parts.append(f"consensus distance {totals.consensus_distance:.2g}")
-    return ", ".join(parts)
-
-
-def short(amount: float) -> str:
-    """A count or a number of bytes in at most five characters: 950, 1.2k, 34M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if amount < 999.5:
-            return f"{amount:.1f}{unit}" if unit and amount < 9.95 else f"{amount:.0f}{unit}"
-        amount /= 1000
-    return f"{amount:.0f}P"
-
-
-def _table(rows: list[NodeRow]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("peer", no_wrap=True, max_width=18, overflow="ellipsis")
-    table.add_column("state", no_wrap=True, min_width=11)
-    for heading in ("round", "loss", "tok/s", "up", "down", "partners", "age"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row), style="red" if row.silent_s is not None else None)
-    return table
-
-
-def _cells(row: NodeRow) -> list[str]:
-    trainer = row.role == "trainer"
-    return [
-        _label(row),
-        row.state if row.silent_s is None else f"silent {row.silent_s:.0f} s",
-        str(row.round) if trainer else "",
-        f"{row.loss:.3f}" if row.loss is not None else "",
-        short(row.tokens_per_s) if trainer else "",
-        short(row.up_bytes),
-        short(row.down_bytes),
-        str(len(row.partners)) if trainer else "",
-        f"{row.heartbeat_age_s:.0f} s",
-    ]
-
-
-def _label(row: NodeRow) -> str:
-    return f"{short_id(row.peer_id)} {row.name}"
-
-
-def _note(row: NodeRow) -> str:
-    if row.silent_s is not None:
-        last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
-        return f"silent for {row.silent_s:.0f} s{last}"
-    return f"{row.state}: {row.reason}" if row.reason else ""
