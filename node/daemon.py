@@ -23,9 +23,12 @@ from peerloom.node.durable import storage_errors
 from peerloom.node.facts import Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.http_endpoint import parse_endpoint
+from peerloom.node.http_feed import SwarmFeed
+from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
 from peerloom.node.journal import Journal
-from peerloom.node.metrics import MetricsServer
+from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.seams import FIRST_STEP, WorkerPort
@@ -164,11 +167,8 @@ async def _run_node(
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
         )
-        if config.metrics_port is not None:
-            metrics = MetricsServer(config.metrics_port, facts.status)
-            stack.callback(metrics.stop)
-            log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
         view = SwarmView(discovery, facts, run_spec, clock, signed)
+        await _serve_http(config, run_spec, facts, view, clock, stack)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
@@ -217,6 +217,20 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
         running.cancel()
         closed.cancel()
         await asyncio.gather(running, closed, return_exceptions=True)
+
+
+async def _serve_http(
+    config: NodeConfig, spec: RunSpec, facts: Facts, view: SwarmView, clock: SystemClock, stack: AsyncExitStack
+) -> None:
+    """The page, metrics and health, unless `--http none`."""
+    endpoint = parse_endpoint(config.http)
+    if endpoint is None:
+        return
+    feed = SwarmFeed(spec, facts.status, view.records, view.left, clock.wall)
+    metrics = exposition(facts.status, feed.totals)
+    server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
+    stack.push_async_callback(server.stop)
+    log.info("page, metrics and health on %s", server.url)
 
 
 def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:

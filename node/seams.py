@@ -109,6 +109,10 @@ class Discovery(Protocol):
         """All live records of the run, verified, this node's own left out."""
         ...
 
+    def left(self) -> dict[PeerId, float]:
+        """Who has withdrawn its record, and when (Unix seconds), as far as is known."""
+        ...
+
     async def own_record(self) -> PeerRecord | None:
         """The live record under this node's own id, if there is one."""
         ...

@@ -237,22 +237,28 @@ def problems_of(rows: list[NodeRow], totals: Totals) -> list[str]:
     return problems
 
 
-def health_of(rows: list[NodeRow], spec: RunSpec | None = None) -> int:
-    """The exit code of `peer status`: OK, EMPTY (no trainer), or DEGRADED (there are problems beside that)."""
-    totals = totals_of(rows, spec)
+def health_from(totals: Totals, problems: list[str]) -> int:
+    """OK, EMPTY (no trainer), or DEGRADED (there are problems beside that)."""
     if not totals.trainers:
         return EMPTY
-    return DEGRADED if problems_of(rows, totals) else OK
+    return DEGRADED if problems else OK
+
+
+def health_of(rows: list[NodeRow], spec: RunSpec | None = None) -> int:
+    """The exit code of `peer status`."""
+    totals = totals_of(rows, spec)
+    return health_from(totals, problems_of(rows, totals))
 
 
 def to_json(spec: RunSpec, run_id: RunId, rows: list[NodeRow], now: float) -> dict[str, Any]:
     """The object that the module's docstring describes."""
     totals = totals_of(rows, spec)
+    problems = problems_of(rows, totals)
     return {
         "schema": SCHEMA,
         "at": now,
-        "health": HEALTH[health_of(rows, spec)],
-        "problems": problems_of(rows, totals),
+        "health": HEALTH[health_from(totals, problems)],
+        "problems": problems,
         "run": {"id": run_id, "name": spec.name, "method": spec.method},
         "totals": asdict(totals),
         "nodes": [asdict(row) for row in rows],
