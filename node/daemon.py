@@ -20,20 +20,21 @@ from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.durable import storage_errors
-from peerloom.node.facts import Facts
+from peerloom.node.facts import LONELY, Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.http_endpoint import parse_endpoint
 from peerloom.node.http_feed import SwarmFeed
 from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
-from peerloom.node.journal import Journal
+from peerloom.node.journal import JOURNAL, Journal
 from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.seams import FIRST_STEP, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
+from peerloom.node.tensorboard import TensorBoard
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
@@ -123,6 +124,7 @@ async def _run_node(
         ensure_writable(folders.data)
         identity = load_or_create(folders.identity_file)
         stack.enter_context(lock_identity(folders.identity_file))
+        log_context = logs.bind(run="", peer=identity.peer_id)
         workers = Workers()
         if role == "trainer":
             workers.launch()
@@ -134,7 +136,7 @@ async def _run_node(
         signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
         discovery.join_run(run_spec.run_id)
-        log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
+        log_context.run = run_spec.run_id
         phases.mark("run spec")
         foreign = spec is None and signed.owner != identity.peer_id
         data_source = consented_source(config, run_spec) if foreign and role == "trainer" else config.data
@@ -189,7 +191,7 @@ async def _run_node(
             transport=transport,
             view=view,
             phases=phases,
-            journal=Journal(run_dir / "metrics.jsonl", clock.wall),
+            journal=_journal(config, run_dir, clock, stack),
             progress=_progress(facts, on_status),
             joinable=lambda: on_joinable(
                 NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites)
@@ -231,6 +233,14 @@ async def _serve_http(
     server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
     stack.push_async_callback(server.stop)
     log.info("page, metrics and health on %s", server.url)
+
+
+def _journal(config: NodeConfig, run_dir: Path, clock: SystemClock, stack: AsyncExitStack) -> Journal:
+    if config.tensorboard is None:
+        return Journal(run_dir / JOURNAL, clock.wall)
+    curves = TensorBoard(config.tensorboard)
+    stack.callback(curves.close)
+    return Journal(run_dir / JOURNAL, clock.wall, curves.take)
 
 
 def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:
@@ -295,6 +305,13 @@ def _progress(facts: Facts, on_status: Callable[[NodeStatus], None]) -> Callable
     return progress
 
 
+def _lasting(facts: Facts) -> str:
+    """What goes wrong round after round, without the numbers that would make each time a new sentence."""
+    if facts.warning:
+        return facts.warning
+    return f"it meets nobody: {facts.alone_because}" if facts.alone >= LONELY and facts.alone_because else ""
+
+
 def _tell_changes(
     facts: Facts,
     log_context: logs.LogContext,
@@ -308,6 +325,7 @@ def _tell_changes(
 
     def changed() -> None:
         log_context.round = facts.round if facts.role == "trainer" else None
+        logs.log_if_changed(log, "warning", _lasting(facts), logging.WARNING)
         view.tell()
         on_status(facts.status())
         if pending and (facts.state == "serving" or phases.has(FIRST_STEP)):

@@ -12,7 +12,7 @@ from peerloom.node.context import Context
 from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.joiner import FetchedState, Joiner
-from peerloom.node.logs import short
+from peerloom.node.logs import log_if_changed, short
 from peerloom.node.seams import (
     FIRST_STEP,
     STEPS,
@@ -190,7 +190,7 @@ class Trainer:
         lost: NoDonor | None = None  # why a swarm that has trained already could not be joined
         while True:
             decision = self._decide(ready.resumed)
-            log.info("%s", decision.reason)
+            log_if_changed(log, "place", decision.reason)
             if decision.kind == "resume" or (decision.kind == "fresh" and lost is None):
                 return
             try:
@@ -403,7 +403,8 @@ class Trainer:
             **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
         )
         told = "" if loss is None else f", held-out loss {loss:.3f}"
-        company = f"with {short(ended.partner)}" if ended.partner is not None else f"alone: {ended.reason}"
+        company = f"with {short(ended.partner)}" if ended.partner is not None else "alone"
+        log_if_changed(log, "alone", f"no partner: {ended.reason}" if ended.reason else "")
         log.info("round %d done %s%s", trained.round, company, told)
 
     async def _catch_up(self) -> None:
