@@ -81,6 +81,7 @@ class Facts:
     def finished(self, finished: RoundFinished, rate: float) -> None:
         """Takes the end of a round, `rate` being its tokens/s, exchange included."""
         self.round, self.sketch = finished.round, finished.sketch
+        self.pace.round_ended(self.clock.monotonic())
         if finished.held_out_loss is not None:
             self.loss = finished.held_out_loss
         smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0

@@ -183,6 +183,8 @@ def note(row: NodeRow) -> str:
     if row.silent_s is not None:
         last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
         return f"silent for {row.silent_s:.0f} s{last}"
+    if row.state in ("seeking", "exchanging"):  # with whom, or for whom it waits: no complaint
+        return ""
     return f"{row.state}: {row.reason}" if row.reason else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STALL_FACTOR = 20.0  # usual steps that may pass without one
 LEAST_STALL_S = 60.0  # and never less than this: steps are told about once a second only
-BETWEEN_ROUNDS_S = 240.0  # outside the local steps, where it may evaluate or write a checkpoint in silence
+BETWEEN_ROUNDS_S = 240.0  # outside the local steps, where it may evaluate or write a checkpoint in silence: at most
 FIRST_STEP_S = 300.0  # until a step is known: libraries compile, and a large model's first step is slow
 SMOOTHING = 0.3  # weight of the newest measurement of the usual step
 
@@ -17,6 +17,8 @@ class StepPace:
         self._steps = 0
         self._alive_at = 0.0
         self._counting_since: float | None = None
+        self._usual_round_s: float | None = None
+        self._round_at: float | None = None
 
     def alive(self, now: float) -> None:
         """Something else than a step shows that things go on: another state, another round, bytes that move."""
@@ -30,6 +32,13 @@ class StepPace:
         else:
             self.usual_s += SMOOTHING * (step_s - self.usual_s)
 
+    def round_ended(self, now: float) -> None:
+        """A round is over: how long they are tells how long their ends may be silent."""
+        if self._round_at is not None:
+            newest, usual = now - self._round_at, self._usual_round_s
+            self._usual_round_s = newest if usual is None else usual + SMOOTHING * (newest - usual)
+        self._round_at = now
+
     def stepped(self, steps: int, now: float) -> None:
         """The process tells that it has taken `steps` steps in this life; fewer than before: it is a new one."""
         taken, since = steps - self._steps, self._counting_since
@@ -42,7 +51,11 @@ class StepPace:
         """How long nothing may happen, during the local steps or between them."""
         if self.usual_s is None:
             return FIRST_STEP_S
-        return max(LEAST_STALL_S if training else BETWEEN_ROUNDS_S, STALL_FACTOR * self.usual_s)
+        least = LEAST_STALL_S
+        if not training:
+            round_s = BETWEEN_ROUNDS_S if self._usual_round_s is None else self._usual_round_s
+            least = min(BETWEEN_ROUNDS_S, max(LEAST_STALL_S, STALL_FACTOR * round_s))
+        return max(least, STALL_FACTOR * self.usual_s)
 
     def overdue(self, now: float, training: bool = True) -> str:
         """Why the process counts as stalled, as a sentence; "" while it does not."""

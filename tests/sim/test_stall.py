@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from peerloom.node.memory_worker import MemoryWorker
-from peerloom.protocol.progress import LEAST_STALL_S
+from peerloom.node.seams import RoundFinished
+from peerloom.protocol.progress import BETWEEN_ROUNDS_S, LEAST_STALL_S
 from peerloom.protocol.types import PeerRecord
 from tests.sim.swarm import STEP_S, Plan, Swarm, play
 
@@ -22,6 +24,15 @@ class Freezable(MemoryWorker):
     def thaw(self) -> None:
         self._step_s = STEP_S
         self._interrupted.set()
+
+
+class FreezesAtTheEnd(MemoryWorker):
+    """Never comes back from the end of its fifth round; its peers go on to offer exchanges to it."""
+
+    async def finish(self, mix: bool) -> RoundFinished:
+        if self._round == 4 and self._disk.saves == 0:
+            await asyncio.sleep(1e9)
+        return await super().finish(mix)
 
 
 def record_of(swarm: Swarm, index: int) -> PeerRecord:
@@ -54,6 +65,22 @@ def test_a_frozen_worker_is_told_as_stalled_and_comes_back() -> None:
         await swarm.drain()
 
     play(Plan(count=3, worker=Freezable), scenario)
+
+
+def test_a_worker_that_freezes_between_rounds_is_told_too() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(2)
+        (frozen,) = (member for member in swarm.members if isinstance(member.worker, FreezesAtTheEnd))
+        await swarm.until("stalled", lambda: frozen.facts.state == "stalled", within_s=BETWEEN_ROUNDS_S + 60)
+        assert frozen.facts.round == 4
+
+    def worker(**arguments: Any) -> MemoryWorker:
+        made.append(1)
+        return (FreezesAtTheEnd if len(made) == 2 else MemoryWorker)(**arguments)
+
+    made: list[int] = []
+    play(Plan(count=3, worker=worker, checkpoint_every_s=1e6), scenario)
 
 
 def test_nobody_stalls_in_an_ordinary_swarm() -> None:

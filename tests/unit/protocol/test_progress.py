@@ -39,6 +39,15 @@ def test_a_step_is_overdue_after_many_usual_ones(step_s: float, training: bool, 
     assert f"no step for {patience_s + 1:.0f} s" in told and f"takes {step_s:.2g} s" in told
 
 
+def test_short_rounds_may_not_be_silent_for_long_at_their_ends() -> None:
+    pace, last = stepping(0.1)
+    for number in range(6):
+        pace.round_ended(last + number)
+    assert pace.patience_s(training=False) == LEAST_STALL_S
+    pace.round_ended(last + 600)
+    assert pace.patience_s(training=False) == BETWEEN_ROUNDS_S
+
+
 def test_the_first_step_has_more_time() -> None:
     pace = StepPace()
     pace.alive(50.0)
