@@ -14,17 +14,19 @@ seconds, `at`, `started_at` Unix time; loss is held-out, in nats a token; null w
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
-                "sketch": [float], "where": str, "relay": str, "stage": int | null,
-                "up_bytes_per_s": float, "down_bytes_per_s": float, "last_partner": str, "last_met_s": float | null,
-                "accuracy": float | null, "state_hash": str}]}
+                "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool,
+                "where": str, "stage": int | null, "stage_role": str, "up_bytes_per_s": float,
+                "down_bytes_per_s": float, "last_partner": str, "last_met_s": float | null,
+                "accuracy": float | null, "state_hash": str, "messages": int}]}
 
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `problems` says in
 sentences why `health` is not healthy. `partners` counts committed exchanges by peer, as far as the node was asked;
-`last_partner` is the newest, met `last_met_s` ago. `where` is the host of its first address, `relay` the peer that
-forwards to it, "" where it is dialled directly. `left_s` is how long the token budget lasts at the present speed.
+`last_partner` is the newest, met `last_met_s` ago. `where` is the host of its first address, `via` names the relays
+through which a node that cannot be dialled is reached, and `relays` says that a node carries others'. `left_s` is how long the token budget lasts at the present speed.
 `consensus_distance` is an estimate of how far the trainers' parameters lie from their mean, relative to the
 parameters' own norm; `sketch` is the projection it is told from. Where a method keeps all nodes equal, `states_differ`
-counts the trainers whose `state_hash` is not the commonest. `stages` counts the trainers of each stage of a pipeline.
+counts the trainers whose `state_hash` is not the commonest of those that have seen as many `messages`. `stages` counts
+the hosts of each stage of a pipeline.
 `--watch --json` prints one such object a line.
 """
 
@@ -71,15 +73,19 @@ class NodeRow:
     version: str
     started_at: float
     sketch: tuple[float, ...]
+    reach: str = "unknown"
+    via: tuple[PeerId, ...] = ()
+    relays: bool = False
     where: str = ""
-    relay: str = ""
     stage: int | None = None
+    stage_role: str = ""
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
     last_partner: str = ""
     last_met_s: float | None = None
     accuracy: float | None = None
     state_hash: str = ""
+    messages: int = 0
 
     @property
     def trains(self) -> bool:
@@ -171,15 +177,19 @@ def row_of(status: NodeStatus, now: float) -> NodeRow:
         version=record.version,
         started_at=record.started_at,
         sketch=record.sketch,
+        reach=_said(record, "reach", "unknown"),
+        via=_said(record, "via", ()),
+        relays=_said(record, "relays", False),
         where=record.addresses[0].rpartition(":")[0] if record.addresses else "",
-        relay=_said(record, "relay", ""),
-        stage=_said(record, "stage", None),
+        stage=stage if (stage := _said(record, "stage", -1)) >= 0 else None,
+        stage_role=_said(record, "stage_role", ""),
         up_bytes_per_s=record.up_bytes_per_s,
         down_bytes_per_s=record.down_bytes_per_s,
         last_partner=record.last_partner,
         last_met_s=max(0.0, now - record.last_met_at) if record.last_partner else None,
         accuracy=_said(record, "accuracy", None),
         state_hash=_said(record, "state_hash", ""),
+        messages=_said(record, "messages", 0),
     )
 
 
@@ -196,8 +206,8 @@ def totals_of(rows: list[NodeRow], spec: RunSpec | None = None) -> Totals:
     low, high = (min(losses), max(losses)) if losses else (None, None)
     tokens, speed = sum(row.tokens for row in rows), sum(row.tokens_per_s for row in heard)
     budget = (spec.token_budget or None) if spec is not None else None
-    stages = Counter(row.stage for row in trainers if row.stage is not None)
-    hashes = Counter(row.state_hash for row in trainers if row.state_hash)
+    hosts = [row.stage for row in trainers if row.stage is not None and row.stage_role in ("", "hosts")]
+    stages = Counter(hosts)
     return Totals(
         nodes=len(rows),
         trainers=sum(row.role == "trainer" for row in rows),
@@ -211,10 +221,19 @@ def totals_of(rows: list[NodeRow], spec: RunSpec | None = None) -> Totals:
         loss_max=high,
         loss_spread=None if low is None or high is None else high - low,
         consensus_distance=relative_distance([row.sketch for row in trainers]),
-        states_differ=hashes.total() - max(hashes.values()) if hashes else None,
+        states_differ=_states_differ(trainers),
         stages={str(stage): stages[stage] for stage in sorted(stages)},
         missing_stages=[stage for stage in range(stages_of(spec)) if not stages[stage]],
     )
+
+
+def _states_differ(trainers: list[NodeRow]) -> int | None:
+    """How many hold another state than most of those that have seen as many messages; None without hashes."""
+    alike: dict[int, Counter[str]] = {}
+    for row in trainers:
+        if row.state_hash:
+            alike.setdefault(row.messages, Counter())[row.state_hash] += 1
+    return sum(hashes.total() - max(hashes.values()) for hashes in alike.values()) if alike else None
 
 
 def stages_of(spec: RunSpec | None) -> int:

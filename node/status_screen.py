@@ -145,7 +145,8 @@ def _arrowed(view: View, heading: str) -> str:
 def _details(row: NodeRow | None) -> list[str]:
     if row is None:
         return ["no node matches", "", ""]
-    link = f"relayed by {row.relay}" if row.relay else f"direct at {', '.join(row.addresses) or 'no address'}"
+    relays, addresses = ", ".join(row.via), ", ".join(row.addresses)
+    link = f"relayed by {relays}" if relays else f"direct at {addresses or 'no address'}"
     met = "" if row.last_met_s is None else f", met {row.last_partner[-8:]} {row.last_met_s:.0f} s ago"
     return [
         f"{label(row)}: {row.role}, {link}, version {row.version}",

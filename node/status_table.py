@@ -66,7 +66,7 @@ COLUMNS = (
     Column("down/s", 6, 8, lambda row: short(row.down_bytes_per_s), _number(lambda row: row.down_bytes_per_s), True),
     Column("partner", 8, 9, lambda row: short_id(row.last_partner), _text(lambda row: row.last_partner)),
     Column("age", 5, 6, lambda row: duration(row.heartbeat_age_s), _number(lambda row: row.heartbeat_age_s), True),
-    Column("link", 7, 10, lambda row: "relayed" if row.relay else "direct", _text(lambda row: row.relay)),
+    Column("link", 7, 10, lambda row: link(row), _text(lambda row: link(row))),
     Column("where", 15, 11, lambda row: row.where, _text(lambda row: row.where)),
     Column("version", 8, 13, lambda row: row.version, _text(lambda row: row.version)),
 )
@@ -176,6 +176,11 @@ def label(row: NodeRow) -> str:
 def state(row: NodeRow) -> str:
     """Its state, or that it is silent."""
     return row.state if row.silent_s is None else "silent"
+
+
+def link(row: NodeRow) -> str:
+    """How it is reached; a node that has not found out yet is dialled directly."""
+    return "relayed" if row.via else "direct"
 
 
 def note(row: NodeRow) -> str:

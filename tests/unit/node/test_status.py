@@ -162,15 +162,19 @@ def test_json_is_the_documented_schema() -> None:
                 "version": "0.1.0",
                 "started_at": NOW - 100,
                 "sketch": [3.0, 4.0],
+                "reach": "unknown",
+                "via": [],
+                "relays": False,
                 "where": "127.0.0.1",
-                "relay": "",
                 "stage": None,
+                "stage_role": "",
                 "up_bytes_per_s": 0.0,
                 "down_bytes_per_s": 0.0,
                 "last_partner": "12D3KooWx",
                 "last_met_s": 4.0,
                 "accuracy": None,
                 "state_hash": "",
+                "messages": 0,
             }
         ],
     }
@@ -229,9 +233,11 @@ def test_a_wider_terminal_shows_more_and_every_column_has_its_place() -> None:
 class MethodRecord(PeerRecord):
     """A record as the other methods make it."""
 
-    relay: str = ""
-    stage: int | None = None
+    via: tuple[PeerId, ...] = ()
+    stage: int = -1
+    stage_role: str = "hosts"
     state_hash: str = ""
+    messages: int = 0
 
 
 def piped(name: str, **fields: Any) -> NodeStatus:
@@ -240,8 +246,16 @@ def piped(name: str, **fields: Any) -> NodeStatus:
 
 
 def test_stages_hashes_and_relays_are_shown_where_records_have_them() -> None:
-    rows = rows_of([piped("a", stage=0, state_hash="aa"), piped("b", stage=0, state_hash="aa", relay="12D3KooWr"),
-                    piped("c", stage=2, state_hash="bb")], NOW)  # fmt: skip
+    rows = rows_of(
+        [
+            piped("a", stage=0, state_hash="aa"),
+            piped("b", stage=0, state_hash="aa", via=("12D3KooWr",)),
+            piped("c", stage=2, state_hash="bb"),
+            piped("d", stage=3, stage_role="claims", state_hash="cc", messages=9),  # has seen more than the others
+            piped("e"),
+        ],
+        NOW,
+    )
     totals = totals_of(rows, cast(RunSpec, SimpleNamespace(
         method="pipeline", token_budget=0, pipeline=SimpleNamespace(stages=4))))
     assert (totals.stages, totals.missing_stages, totals.states_differ) == ({"0": 2, "2": 1}, [1, 3], 1)
