@@ -40,6 +40,7 @@ from peerloom.protocol.messages import (
     PayloadEnd,
     Withdraw,
 )
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import Encoding, PeerId, PeerRecord, Span
 
 log = logging.getLogger(__name__)
@@ -290,7 +291,7 @@ class GossipDriver:
         try:
             if record is None:
                 raise LinkError("its record has expired")
-            exchange.stream = await self._transport.open_exchange(record)
+            exchange.stream = await self._transport.open(record, EXCHANGE)
         except PeerloomError as error:
             self._exchanges.pop(exchange.id, None)
             self.feed(events.ExchangeBroken(exchange.id, str(error), isinstance(error, ProtocolError)))

@@ -9,14 +9,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from peerloom.node.addresses import WILDCARDS, join
 from peerloom.node.grpc_session import HelloBudget, Sessions
 from peerloom.node.grpc_stream import ServerStream
 from peerloom.node.grpc_wire import (
     CAPPED_OPTIONS,
-    EXCHANGE,
     FETCH,
     HELLO,
     OWN_FAULT,
@@ -37,9 +36,12 @@ from peerloom.node.tls import Certificate
 from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError, PortInUse
 from peerloom.protocol.messages import StateMessage
+from peerloom.protocol.services import SERVICES, Service
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 REQUEST_S = 5.0  # a client that opens a call has this long to send its request
 ANSWER_S = 10.0  # and the handler this long to answer a Status
@@ -55,7 +57,7 @@ class _Logged(Exception):
 
 
 class GrpcServer:
-    """Serves Peer, Gossip and State of one node."""
+    """Serves all calls of one node."""
 
     def __init__(self, sessions: Sessions, handler: PeerHandler, clock: Clock, traffic: Traffic) -> None:
         self._sessions = sessions
@@ -97,7 +99,7 @@ class GrpcServer:
             HELLO: self._hello,
             PROVE: self._prove,
             STATUS: self._status,
-            EXCHANGE: self._exchange,
+            **{service.path: self._stream(service) for service in SERVICES},
             FETCH: self._fetch,
         }
         services: dict[str, dict[str, Any]] = {}
@@ -128,19 +130,25 @@ class GrpcServer:
             raise LinkError(f"no status within {ANSWER_S:.0f} s") from None
         await self._answer(context, codec.encode_status(status))
 
-    async def _exchange(self, context: Context) -> None:
+    def _stream(self, service: Service[Any]) -> Method:
+        async def serve(context: Context) -> None:
+            await self._serve_stream(service, context)
+
+        return serve
+
+    async def _serve_stream(self, service: Service[M], context: Context) -> None:
         peer = self._peer(context)
         with self._slots.hold(peer):
             await context.send_initial_metadata(TAKEN)
-            stream = ServerStream(peer, self._traffic, context)
+            stream = ServerStream(service, peer, self._traffic, context)
             try:
-                await self._run(self._handler.exchange(stream), f"serve-exchange-{peer[-6:]}")
+                await self._run(self._handler.serve(service, stream), f"serve-{service.name}-{peer[-6:]}")
                 await stream.finish(None)
             except PeerloomError as error:
                 await stream.finish(error)
                 raise
             except Exception as error:
-                log.exception("an exchange with %s failed", peer)
+                log.exception("%s with %s failed", service.name, peer)
                 await stream.finish(error)
                 raise _Logged from error
             finally:

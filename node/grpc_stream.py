@@ -1,4 +1,4 @@
-"""One Gossip.Exchange over grpc, seen from the client and from the server.
+"""One stream of a service over grpc, seen from the client and from the server.
 
 Reads and writes run one at a time each, and beside each other, so two sides that send at once do not block each other.
 A cancelled receive() loses nothing; a cancelled send() breaks the stream, since part of the message may be gone.
@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 from peerloom.node.grpc_wire import OWN_FAULT, Call, Context, aio, error_of, grpc, raised, told
 from peerloom.node.throttle import ChunkSize, Traffic
-from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, PeerloomError
-from peerloom.protocol.messages import ExchangeMessage
+from peerloom.protocol.messages import StreamEnd
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import PeerId
+
+M = TypeVar("M")
 
 LINGER_S = 5.0  # how long the client lets the server end the call after it has said End
 DRAIN_S = 2.0  # how long the server takes what a client still sends after the handler's end
 Received = bytes | PeerloomError | None  # None: the clean end
 
 
-class GrpcStream(ABC):
+class GrpcStream(ABC, Generic[M]):
     """What both ends have in common; `_write` raises LinkError, `_read` returns its error."""
 
-    def __init__(self, peer: PeerId, traffic: Traffic) -> None:
+    def __init__(self, service: Service[M], peer: PeerId, traffic: Traffic) -> None:
+        self._service = service
         self._peer = peer
         self._traffic = traffic
         self._chunk_size = ChunkSize(traffic.caps)
@@ -44,9 +48,9 @@ class GrpcStream(ABC):
         """The largest chunk to send here."""
         return self._chunk_size.bytes
 
-    async def send(self, message: ExchangeMessage) -> None:
+    async def send(self, message: M) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
-        data = codec.encode_exchange(self._chunk_size.sending(message))
+        data = self._service.encode(self._chunk_size.sending(message))
         async with self._sending:
             await self._traffic.may_send(len(data))
             if self._closed:
@@ -54,7 +58,7 @@ class GrpcStream(ABC):
             await self._write(data)
         self._traffic.sent += len(data)
 
-    async def receive(self) -> ExchangeMessage | None:
+    async def receive(self) -> M | None:
         """The next message, None at a clean end; raises LinkError or ProtocolError, and the same one from then on."""
         if self._outcome is not None:
             raise self._outcome
@@ -62,13 +66,13 @@ class GrpcStream(ABC):
             return None
         try:
             data = await self._next()
-            message = codec.decode_exchange(data) if data is not None else codec.StreamEnd()
-            if isinstance(message, codec.StreamEnd) and message.error:
+            message = self._service.decode(data) if data is not None else StreamEnd()
+            if isinstance(message, StreamEnd) and message.error:
                 raise told(message.error, message.detail)
         except PeerloomError as error:
             self._outcome = error
             raise
-        if isinstance(message, codec.StreamEnd):
+        if isinstance(message, StreamEnd):
             self._ended = True
             return None
         self._chunk_size.received(message)
@@ -107,15 +111,22 @@ class GrpcStream(ABC):
         """Ends the stream; safe to call twice."""
 
 
-class ClientStream(GrpcStream):
-    """The end that opened the exchange; `background` collects the task that lets the stream run out."""
+class ClientStream(GrpcStream[M]):
+    """The end that opened the stream; `background` collects the task that lets the stream run out."""
 
-    def __init__(self, peer: PeerId, traffic: Traffic, call: Call, background: set[asyncio.Task[None]]) -> None:
-        super().__init__(peer, traffic)
+    def __init__(
+        self,
+        service: Service[M],
+        peer: PeerId,
+        traffic: Traffic,
+        call: Call,
+        background: set[asyncio.Task[None]],
+    ) -> None:
+        super().__init__(service, peer, traffic)
         self._call = call
         self._background = background
 
-    async def send(self, message: ExchangeMessage) -> None:
+    async def send(self, message: M) -> None:
         """Waits while the server takes no more; raises LinkError when the stream is over."""
         if self._ended or self._outcome is not None:
             raise LinkError("the peer has ended the stream")
@@ -136,7 +147,7 @@ class ClientStream(GrpcStream):
     async def _run_out(self) -> None:
         try:
             async with asyncio.timeout(LINGER_S):
-                await self._write(codec.encode_exchange(codec.StreamEnd()))
+                await self._write(self._service.encode(StreamEnd()))
                 await self._call.done_writing()
                 while await self._next() is not None:
                     pass
@@ -181,21 +192,21 @@ class ClientStream(GrpcStream):
             return LinkError("the stream was cut")
 
 
-class ServerStream(GrpcStream):
-    """The end that serves the exchange; a half-close without End is a broken connection."""
+class ServerStream(GrpcStream[M]):
+    """The end that serves the stream; a half-close without End is a broken connection."""
 
-    def __init__(self, peer: PeerId, traffic: Traffic, context: Context) -> None:
-        super().__init__(peer, traffic)
+    def __init__(self, service: Service[M], peer: PeerId, traffic: Traffic, context: Context) -> None:
+        super().__init__(service, peer, traffic)
         self._context = context
 
     async def finish(self, error: Exception | None) -> None:
         """Tells the client how the handler ended, and takes what it still sends until it says End, DRAIN_S at most."""
         try:
             async with asyncio.timeout(DRAIN_S):
-                await self._write(codec.encode_exchange(_end_of(error)))
+                await self._write(self._service.encode(_end_of(error)))
                 while not self._ended:
                     data = await self._next()
-                    self._ended = data is None or isinstance(codec.decode_exchange(data), codec.StreamEnd)
+                    self._ended = data is None or isinstance(self._service.decode(data), StreamEnd)
         except (TimeoutError, PeerloomError):
             pass  # it has gone, or goes on talking: either way the call ends now
 
@@ -227,12 +238,12 @@ class ServerStream(GrpcStream):
         return LinkError("the peer has broken off the stream") if data is aio.EOF else bytes(data)
 
 
-def _end_of(error: Exception | None) -> codec.StreamEnd:
+def _end_of(error: Exception | None) -> StreamEnd:
     if error is None:
-        return codec.StreamEnd()
+        return StreamEnd()
     if isinstance(error, PeerloomError):
-        return codec.StreamEnd(type(error).__name__, str(error))
-    return codec.StreamEnd(LinkError.__name__, OWN_FAULT)
+        return StreamEnd(type(error).__name__, str(error))
+    return StreamEnd(LinkError.__name__, OWN_FAULT)
 
 
 def _is_cancelled() -> bool:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import TypeVar
 
 from peerloom.node import addresses
 from peerloom.node.grpc_client import Metadata, PeerLink, ask
@@ -15,7 +16,6 @@ from peerloom.node.grpc_server import GrpcServer
 from peerloom.node.grpc_session import Sessions
 from peerloom.node.grpc_stream import ClientStream
 from peerloom.node.grpc_wire import (
-    EXCHANGE,
     FETCH,
     STATUS,
     TAKEN,
@@ -28,14 +28,17 @@ from peerloom.node.grpc_wire import (
     raised,
 )
 from peerloom.node.identity import Identity
-from peerloom.node.seams import Clock, ExchangeStream, PeerHandler
+from peerloom.node.seams import Clock, MessageStream, PeerHandler
 from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.node.tls import Certificate, fingerprint
 from peerloom.protocol import checks, codec
 from peerloom.protocol.errors import ConfigError, LinkError, MalformedMessage, PeerloomError
 from peerloom.protocol.handshake import RunClaim
 from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, NodeStatus, PeerId, PeerRecord, RunId
+
+M = TypeVar("M")
 
 CALL_S = 15.0  # a unary call once connected
 SETUP_S = 15.0  # until a stream's first sign of life from the server
@@ -104,15 +107,15 @@ class GrpcTransport:
             await self.stop()
             raise ConfigError(f"announce: {error}; write HOST:PORT, [IPV6]:PORT or HOST") from None
 
-    async def open_exchange(self, peer: PeerRecord) -> ExchangeStream:
-        """Opens Gossip.Exchange; returns once the peer has taken the call."""
+    async def open(self, peer: PeerRecord, service: Service[M]) -> MessageStream[M]:
+        """Opens a stream; returns once the peer has taken the call."""
 
         async def attempt(channel: Channel, metadata: Metadata) -> Call:
-            return await _set_up(lambda: channel.stream_stream(EXCHANGE)(metadata=metadata))
+            return await _set_up(lambda: channel.stream_stream(service.path)(metadata=metadata))
 
         with self._link(peer) as link:
             call = await link.call(attempt)
-        return ClientStream(peer.peer_id, self._traffic, call, self._background)
+        return ClientStream(service, peer.peer_id, self._traffic, call, self._background)
 
     async def status(self, peer: PeerRecord) -> NodeStatus:
         """Asks one node for its state."""

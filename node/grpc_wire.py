@@ -27,7 +27,6 @@ StatusCode: TypeAlias = Any
 HELLO = "/peerloom.v1.Peer/Hello"
 PROVE = "/peerloom.v1.Peer/Prove"
 STATUS = "/peerloom.v1.Peer/Status"
-EXCHANGE = "/peerloom.v1.Gossip/Exchange"
 FETCH = "/peerloom.v1.State/Fetch"
 
 TOKEN_KEY = "peerloom-session-bin"

@@ -1,17 +1,20 @@
-"""One exchange within the process: two pipes that carry encoded messages, each with a short queue for back-pressure."""
+"""One stream within the process: two pipes that carry encoded messages, each with a short queue for back-pressure."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from peerloom.node.seams import Clock
 from peerloom.node.throttle import ChunkSize, Traffic
-from peerloom.protocol import codec
 from peerloom.protocol.errors import LinkError, PeerloomError
-from peerloom.protocol.messages import ExchangeMessage
+from peerloom.protocol.messages import StreamEnd
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import PeerId
+
+M = TypeVar("M")
 
 EARLY_S = 1e-6  # a loop may fire a timer this much early: waiting for the rest would spin
 CAPACITY = 4  # messages under way before the sender waits, as with grpc's windows and 1 MiB chunks
@@ -102,10 +105,13 @@ def _set(waker: asyncio.Future[None]) -> None:
         waker.set_result(None)
 
 
-class MemoryStream:
-    """One end of an exchange."""
+class MemoryStream(Generic[M]):
+    """One end of a stream."""
 
-    def __init__(self, peer: PeerId, out: Pipe, back: Pipe, traffic: Traffic, *, is_client: bool) -> None:
+    def __init__(
+        self, service: Service[M], peer: PeerId, out: Pipe, back: Pipe, traffic: Traffic, *, is_client: bool
+    ) -> None:
+        self._service = service
         self._peer = peer
         self._out = out
         self._back = back
@@ -128,9 +134,9 @@ class MemoryStream:
         """The largest chunk to send here."""
         return self._chunk_size.bytes
 
-    async def send(self, message: ExchangeMessage) -> None:
+    async def send(self, message: M) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
-        data = codec.encode_exchange(self._chunk_size.sending(message))
+        data = self._service.encode(self._chunk_size.sending(message))
         async with self._sending:
             await self._traffic.may_send(len(data))
             if self._closed:
@@ -138,7 +144,7 @@ class MemoryStream:
             await self._out.put(data)
         self._traffic.sent += len(data)
 
-    async def receive(self) -> ExchangeMessage | None:
+    async def receive(self) -> M | None:
         """The next message, None at a clean end; raises LinkError or ProtocolError, and the same one from then on."""
         if self._outcome is not None:
             raise self._outcome
@@ -146,11 +152,11 @@ class MemoryStream:
             return None
         try:
             data = await self._next()
-            message = codec.decode_exchange(data) if data is not None else codec.StreamEnd()
+            message = self._service.decode(data) if data is not None else StreamEnd()
         except PeerloomError as error:
             self._outcome = error
             raise
-        if isinstance(message, codec.StreamEnd):
+        if isinstance(message, StreamEnd):
             self._ended = True
             return None
         self._chunk_size.received(message)

@@ -12,19 +12,23 @@ import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from peerloom.node.backoff import Backoff
 from peerloom.node.memory_stream import MemoryStream, Pipe
-from peerloom.node.seams import Clock, ExchangeStream, PeerHandler
+from peerloom.node.seams import Clock, MessageStream, PeerHandler
 from peerloom.node.slots import StreamSlots
 from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.protocol import codec, handshake
 from peerloom.protocol.errors import AuthenticationError, LinkError, PeerloomError
 from peerloom.protocol.handshake import RunClaim
 from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, NodeStatus, PeerId, PeerRecord, RunId
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 UNREACHABLE_S = 15.0  # what a call into a partition waits before it fails
 SILENCE_S = 30.0  # what an open stream waits in a partition before both ends find it broken
@@ -196,16 +200,16 @@ class MemoryTransport:
         self._hub.join(self)
         return (f"{self.peer_id}.memory.invalid:1",)
 
-    async def open_exchange(self, peer: PeerRecord) -> ExchangeStream:
-        """Opens an exchange; returns once the peer has taken it."""
+    async def open(self, peer: PeerRecord, service: Service[M]) -> MessageStream[M]:
+        """Opens a stream; returns once the peer has taken it."""
         server = await self._dial(peer)
         slot = ExitStack()
         slot.enter_context(server._slots.hold(self.peer_id))
         connection = self._hub.connect(self.peer_id, server.peer_id)
         out, back = connection.pipes
-        near = MemoryStream(peer.peer_id, out, back, self._traffic, is_client=True)
-        far = MemoryStream(self.peer_id, back, out, server._traffic, is_client=False)
-        job = asyncio.create_task(server._serve(far), name=f"serve-exchange-{self.peer_id[-6:]}")
+        near = MemoryStream(service, peer.peer_id, out, back, self._traffic, is_client=True)
+        far = MemoryStream(service, self.peer_id, back, out, server._traffic, is_client=False)
+        job = asyncio.create_task(server._serve(service, far), name=f"serve-{service.name}-{self.peer_id[-6:]}")
         server._jobs[job] = None
 
         def over(_: asyncio.Task[None]) -> None:
@@ -284,16 +288,16 @@ class MemoryTransport:
         backoff.reset()
         return server
 
-    async def _serve(self, stream: MemoryStream) -> None:
+    async def _serve(self, service: Service[M], stream: MemoryStream[M]) -> None:
         try:
-            await self._own_handler().exchange(stream)
+            await self._own_handler().serve(service, stream)
         except asyncio.CancelledError:
             stream.reset()
             raise
         except PeerloomError as error:
             stream.end(error)
         except Exception:
-            log.exception("an exchange with %s failed", stream.peer)
+            log.exception("%s with %s failed", service.name, stream.peer)
             stream.end(LinkError("internal: the peer met an error of its own"))
         else:
             stream.end(None)

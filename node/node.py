@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from peerloom.node.context import Context
-from peerloom.node.seams import Discovery, ExchangeStream, WorkerDied, WorkerPort
-from peerloom.node.trainer import Drained, Trainer
+from peerloom.node.methods import LIVES, Life
+from peerloom.node.seams import Discovery, MessageStream, WorkerDied, WorkerPort
+from peerloom.node.trainer import Drained
 from peerloom.node.watchdog import watch_progress
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import NodeStatus, PeerId
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 HEALTHY_ROUNDS = 5  # after this many rounds, earlier deaths of the worker are forgotten
 WITHDRAW_S = 2.0
@@ -33,15 +38,15 @@ class Node:
         self._context = context
         self._discovery = discovery
         self._worker_factory = worker_factory
-        self._trainer: Trainer | None = None
+        self._trainer: Life | None = None
         self._interrupting: asyncio.Future[None] | None = None
         context.view.changed = self._peers_changed
 
-    async def exchange(self, stream: ExchangeStream) -> None:
-        """Runs one exchange that a peer opened; raises LinkError while this node cannot pair."""
+    async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
+        """Runs a stream that a peer opened; raises LinkError while this node does not train."""
         if self._trainer is None:
             raise LinkError("this node does not train now")
-        await self._trainer.exchange(stream)
+        await self._trainer.serve(service, stream)
 
     async def status(self) -> NodeStatus:
         """This node's own state."""
@@ -108,7 +113,7 @@ class Node:
             return
         failures, facts = 0, self._context.facts
         while not self._context.draining.is_set():
-            trainer = self._trainer = Trainer(self._context, self._worker_factory())
+            trainer = self._trainer = LIVES[self._context.spec.method](self._context, self._worker_factory())
             try:
                 return await trainer.run()
             except Drained:

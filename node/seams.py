@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 
 from peerloom.protocol.messages import ExchangeMessage, FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.services import Service
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, SignedSpec, Span
+
+M = TypeVar("M")
 
 
 class Clock(Protocol):
@@ -28,8 +31,8 @@ class Clock(Protocol):
         ...
 
 
-class ExchangeStream(Protocol):
-    """One Gossip.Exchange, seen from either end."""
+class MessageStream(Protocol[M]):
+    """One call of a service, seen from either end."""
 
     @property
     def peer(self) -> PeerId:
@@ -41,11 +44,11 @@ class ExchangeStream(Protocol):
         """The largest chunk to send on it: smaller under a cap of either end, once Offer and Accept have passed."""
         ...
 
-    async def send(self, message: ExchangeMessage) -> None:
+    async def send(self, message: M) -> None:
         """Waits while the peer takes no more; raises LinkError when the stream is over."""
         ...
 
-    async def receive(self) -> ExchangeMessage | None:
+    async def receive(self) -> M | None:
         """The next message, None at a clean end; raises LinkError or ProtocolError."""
         ...
 
@@ -54,11 +57,14 @@ class ExchangeStream(Protocol):
         ...
 
 
+ExchangeStream: TypeAlias = MessageStream[ExchangeMessage]
+
+
 class PeerHandler(Protocol):
     """What a node serves to its peers."""
 
-    async def exchange(self, stream: ExchangeStream) -> None:
-        """Runs one exchange that a peer opened; the stream ends when this returns."""
+    async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
+        """Runs a stream that a peer opened; it ends when this returns. Raises LinkError for a service not served."""
         ...
 
     async def status(self) -> NodeStatus:
@@ -77,8 +83,8 @@ class Transport(Protocol):
         """Listens; returns the addresses bound, as peers should dial them."""
         ...
 
-    async def open_exchange(self, peer: PeerRecord) -> ExchangeStream:
-        """Opens Gossip.Exchange; raises LinkError, VersionMismatch, RunMismatch or ProtocolError."""
+    async def open(self, peer: PeerRecord, service: Service[M]) -> MessageStream[M]:
+        """Opens a stream; raises LinkError, VersionMismatch, RunMismatch or ProtocolError."""
         ...
 
     async def status(self, peer: PeerRecord) -> NodeStatus:

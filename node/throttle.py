@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 from peerloom.node.seams import Clock
 from peerloom.protocol.bucket import Bucket, agreed_bytes, slice_bytes
-from peerloom.protocol.messages import Accept, ExchangeMessage, FetchRequest, Offer
+from peerloom.protocol.messages import Accept, FetchRequest, Offer
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,13 @@ class ChunkSize:
         self._caps = caps
         self.bytes = caps.send_bytes
 
-    def sending(self, message: ExchangeMessage) -> ExchangeMessage:
+    def sending(self, message: M) -> M:
         """The message, with our wish."""
         if self._caps.download and isinstance(message, (Offer, Accept)):
-            return replace(message, max_chunk_bytes=self._caps.receive_bytes)
+            return cast(M, replace(message, max_chunk_bytes=self._caps.receive_bytes))
         return message
 
-    def received(self, message: ExchangeMessage) -> None:
+    def received(self, message: object) -> None:
         """Takes note of the peer's wish."""
         if isinstance(message, (Offer, Accept)):
             self.bytes = agreed_bytes(self._caps.send_bytes, message.max_chunk_bytes)

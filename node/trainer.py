@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from peerloom.node.context import Context
 from peerloom.node.donor import Donor, manifest_of
@@ -17,6 +17,7 @@ from peerloom.node.seams import (
     FIRST_STEP,
     STEPS,
     ExchangeStream,
+    MessageStream,
     RoundFinished,
     RoundTrained,
     Taken,
@@ -32,6 +33,7 @@ from peerloom.protocol.lifecycle import StartDecision, budget_spent, catch_up_de
 from peerloom.protocol.membership import FAR_OFF, WORSE_STATE
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
 from peerloom.protocol.plan import is_plain
+from peerloom.protocol.services import EXCHANGE, Service
 from peerloom.protocol.transfer import FetchMachine
 from peerloom.protocol.types import PeerId
 
@@ -42,6 +44,7 @@ DONOR_RETRY_S = 2.0
 CATCH_UP_RATE = 256 << 10  # bytes a second: training does not stand still for a state that comes slower
 MAJORITY = 3  # other peers: with fewer, nobody can tell who is the one that is far off
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 
@@ -68,11 +71,13 @@ class Trainer:
         view = context.view
         self._joiner = Joiner(context.transport, view.record_of, view.score, context.progress)
 
-    async def exchange(self, stream: ExchangeStream) -> None:
-        """Runs one exchange that a peer opened; raises LinkError while this node cannot pair."""
+    async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
+        """Runs one exchange that a peer opened; raises LinkError while this node cannot pair, or for other services."""
+        if service is not EXCHANGE:
+            raise LinkError(f"a run of GASLoC serves no {service.name}")
         if self._driver is None:
             raise LinkError("this node is not training yet")
-        await self._driver.serve(stream)
+        await self._driver.serve(cast(ExchangeStream, stream))
 
     async def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Serves this node's theta; raises LinkError while there is none."""

@@ -7,7 +7,6 @@ else. Every `encode_*` takes our own values and raises LimitExceeded when they a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -31,6 +30,7 @@ from peerloom.protocol.messages import (
     StateManifest,
     StateMessage,
     StatePiece,
+    StreamEnd,
     Withdraw,
 )
 from peerloom.protocol.types import Encoding, NodeState, NodeStatus, PeerId, PeerRecord, Role, RunId
@@ -40,14 +40,6 @@ M = TypeVar("M", bound=Message)
 # what precedes the fields of a chunk in its envelope: (field number << 3) | wire type
 _CHUNK, _OFFSET, _DATA = (bytes([number << 3 | kind]) for number, kind in ((5, 2), (1, 0), (2, 2)))
 _VARINT_BYTES = 9  # that hold 63 bits
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """The last message of either side of an exchange: `error` names the error it ended with, "" for none."""
-
-    error: str = ""
-    detail: str = ""
 
 
 def encode_exchange(message: ExchangeMessage | StreamEnd) -> bytes:

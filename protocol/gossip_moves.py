@@ -16,7 +16,7 @@ from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip_parts import MAX_PARKED, Book, Engaged, Outbox, Parked, Sent
 from peerloom.protocol.messages import DeclineReason, ExchangeId, Offer
 from peerloom.protocol.pairing import Place, pairing_of, rank
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId, Span
 
 HISTORY = 20  # (event, state) pairs carried by InvalidTransition

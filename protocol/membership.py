@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from peerloom.protocol.events import PeerSeen
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PROTOCOL_MAX, PROTOCOL_MIN, NodeState, PeerId, PeerRecord
 
 PAIRABLE: frozenset[NodeState] = frozenset({"training", "seeking", "exchanging"})

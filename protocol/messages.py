@@ -94,6 +94,14 @@ class Withdraw:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """The last message of either side of a stream: `error` names the error it ended with, "" for none."""
+
+    error: str = ""
+    detail: str = ""
+
+
 ExchangeMessage = Offer | Hold | Accept | Decline | Chunk | PayloadEnd | Commit | Ack | Withdraw
 
 

@@ -10,7 +10,7 @@ from peerloom.protocol import plan
 from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.graphs import scheduled_matching
 from peerloom.protocol.messages import DeclineReason
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 

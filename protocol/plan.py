@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from peerloom.protocol import graphs
 from peerloom.protocol.graphs import Edge, Leg
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.stability import FIXED, sequence_leg
 from peerloom.protocol.types import Span
 

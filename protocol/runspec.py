@@ -9,52 +9,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from peerloom.protocol import spec_toml
 from peerloom.protocol.errors import SpecError
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.spec_rules import Fault, choice, faults, number, text
-from peerloom.protocol.stability import Weights, alpha_bound, default_tuning, pair_bound
-from peerloom.protocol.types import Encoding, RunId
+from peerloom.protocol.spec_table import Table
+from peerloom.protocol.types import RunId
 
 MAX_PARAMETERS = 10**11  # 400 GB of fp32: above it a size is a slip of the keyboard
 MAX_BATCH_TOKENS = 2**26
 BYTE_TOKENS = 256
-PAIR_EIGENVALUE = 1.0  # largest of the one-edge Laplacian 1/2 (e_i - e_j)(e_i - e_j)^T
-GROUPED = ("scheduled", "hypercube")  # the pairings that may form groups
-
-Pairing = Literal[
-    "rendezvous",
-    "scheduled",
-    "two_peer",
-    "ring",
-    "torus",
-    "complete",
-    "regular",
-    "hypercube",
-    "exponential",
-    "base",
-]
-
-
-class _Table:
-    """What every table of the spec can do."""
-
-    __slots__ = ()
-
-    def check(self) -> None:
-        """Raises SpecError that names every bad field at once."""
-        found = faults(self)
-        if found:
-            raise SpecError([str(fault) for fault in found])
-
-    def cross(self) -> Iterator[Fault]:
-        """Faults between fields that are each in range."""
-        yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec(_Table):
+class ModelSpec(Table):
     """A transformers causal LM: built from `config`-style keys, or loaded from a local folder or hub name (`path`)."""
 
     architecture: str = text("llama", "transformers model_type", slug=True)
@@ -94,7 +64,7 @@ class ModelSpec(_Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSpec(_Table):
+class DataSpec(Table):
     """Text, tokenized once into memory-mapped shards."""
 
     source: str = text("stdlib", '"stdlib", a local file or folder of .txt/.jsonl/.parquet, or "datasets:NAME"')
@@ -107,7 +77,7 @@ class DataSpec(_Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSpec(_Table):
+class TrainSpec(Table):
     """The inner optimizer and what a step is."""
 
     optimizer: Literal["adamw", "muon"] = choice(
@@ -137,102 +107,7 @@ class TrainSpec(_Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GaslocSpec(_Table):
-    """GASLoC: one partner a round, unless the pairing, groups or fragments say otherwise."""
-
-    local_steps: int = number(30, 1, 10**6, "H: optimizer steps between exchanges")
-    round_s: float = number(
-        0.0, 0, 86400, "seconds of local steps, as many as fit, at least one, instead of local_steps; 0: off"
-    )
-    eta: float = number(1.0, 0, 10, "outer rate: y = theta_0 + eta (theta_H - theta_0)", open_low=True)
-    alpha: float = number(1.0, 0, 4, "mixing: 1 is the exact mean of the pair", open_low=True, open_high=True)
-    gamma: float = number(0.2, 0, 1, "outer momentum; 0: none", open_high=True)
-    momentum: Literal["pre", "post"] = choice("pre", "of the iterate before mixing, or after it")
-    pairing: Pairing = choice(
-        "rendezvous",
-        "with whoever is ready; or as (seed, round) and the swarm say: random matchings (one or two), "
-        "a fixed graph, or a sequence that averages exactly in few rounds",
-    )
-    weights: Weights = choice("metropolis", "of a fixed graph's edges: 2 / (1 + degree), or 1")
-    degree: int = number(4, 2, 64, 'neighbours of a node with pairing = "regular"')
-    group_size: int = number(2, 2, 64, 'nodes that take their exact mean, with pairing "scheduled" or "hypercube"')
-    fragments: int = number(1, 1, 64, "parts of the model, exchanged one after the other over a round")
-    encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
-    match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
-    max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
-    clip_radius: float = number(
-        2.0, 0, 10**6, "median distances from which a partner counts for less; 0: no such limit; else at least 1"
-    )
-
-    def cross(self) -> Iterator[Fault]:
-        if 0 < self.clip_radius < 1:
-            yield Fault(("clip_radius",), f"{self.clip_radius}: must be 0 or at least 1")
-        if self.fragments > 1 and self.round_s:
-            yield Fault(
-                ("fragments", "round_s"), f"{self.fragments}: must be 1 with round_s, which has no steps to cut them by"
-            )
-        if self.fragments > self.local_steps:
-            yield Fault(
-                ("fragments", "local_steps"),
-                f"{self.fragments}: must be at most local_steps, which is {self.local_steps}",
-            )
-        if self.group_size & (self.group_size - 1):
-            yield Fault(("group_size",), f"{self.group_size}: must be a power of 2")
-        elif self.group_size > 2 and self.pairing not in GROUPED:
-            yield Fault(
-                ("group_size", "pairing"),
-                f"{self.group_size}: must be 2 with pairing = {self.pairing!r}; "
-                f"groups form with {' or '.join(map(repr, GROUPED))}",
-            )
-        else:
-            yield from self._unstable()
-
-    def _unstable(self) -> Iterator[Fault]:
-        gamma, momentum, about = self.gamma, self.momentum, ("alpha", "gamma", "momentum")
-        if self.pairing == "complete" and self.weights == "unit":
-            yield Fault(
-                ("weights", "pairing"),
-                "'unit': must be 'metropolis' with pairing = 'complete', whose stable alpha would fall with every node",
-            )
-            return
-        limit = alpha_bound(
-            self.pairing,
-            self.alpha,
-            gamma,
-            momentum,
-            weights=self.weights,
-            degree=self.degree,
-            group_size=self.group_size,
-        )
-        if limit is None:
-            return
-        pair = self.alpha >= stable_alpha(gamma, momentum)
-        what = "a pair diverges" if pair else f"pairing = {self.pairing!r} loses consensus"
-        bound = f"must be below {limit:.6g}" if limit else "no alpha is stable; lower gamma"
-        yield Fault(about, f"{self.alpha}: {what}; {bound} with gamma = {gamma} and momentum = {momentum!r}")
-
-    @staticmethod
-    def implied(values: dict[str, Any]) -> dict[str, Any]:
-        """Defaults that hang on other keys: alpha and gamma of the topology, where a spec's text has neither."""
-        spec = GaslocSpec(**{key: values[key] for key in _TOPOLOGY if key in values})
-        if {"alpha", "gamma"} & values.keys() or any(fault.keys[0] in _TOPOLOGY for fault in faults(spec)):
-            return {}
-        found = default_tuning(
-            spec.pairing, spec.momentum, weights=spec.weights, degree=spec.degree, group_size=spec.group_size
-        )
-        return {} if found is None else {"alpha": found[0], "gamma": found[1]}
-
-
-_TOPOLOGY = ("momentum", "pairing", "weights", "degree", "group_size")
-
-
-def stable_alpha(gamma: float, momentum: Literal["pre", "post"]) -> float:
-    """The mixing rate from which one pair diverges: modes z^2 - (1 - alpha l + gamma) z + gamma = 0 (GASLoC)."""
-    return pair_bound(gamma, PAIR_EIGENVALUE, momentum)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec(_Table):
+class RunSpec(Table):
     """A whole run."""
 
     name: str = text("stdlib-llama", "of the run, for people", slug=True)

@@ -14,7 +14,8 @@ from peerloom.optim.fragments import ALIGNMENT
 from peerloom.optim.int8 import Dither
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.plan import in_sequence, pieces
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId, Span
 
 

@@ -25,7 +25,7 @@ from peerloom.node.worker import messages
 from peerloom.protocol.errors import PeerloomError
 
 if TYPE_CHECKING:
-    from peerloom.node.worker.tasks.gasloc import GaslocTask
+    from peerloom.node.worker.tasks import Task
 
 PR_SET_PDEATHSIG = 1
 TELL_STEPS_S = 1.0
@@ -44,7 +44,7 @@ class Worker:
         self._memory_fd = memory_fd
         self._imports_s = imports_s
         self._waiting: deque[messages.Request] = deque()
-        self._task: GaslocTask | None = None
+        self._task: Task | None = None
         self._over = False
         self._steps, self._told_at = 0, 0.0
 
@@ -75,26 +75,12 @@ class Worker:
         task = self._task
         if task is None:
             raise RuntimeError("the first command must be Start")
-        match command:
-            case messages.Train(round, fragment):
-                return task.train(round, lambda: self._interrupted(round), fragment)
-            case messages.Take(fragment, weight, pieces, replace):
-                return task.take(fragment, weight, pieces, replace)
-            case messages.Settle(fragment):
-                return task.settle(fragment)
-            case messages.Finish(mix):
-                return task.finish(mix)
-            case messages.Adopt(round, step):
-                return task.adopt(round, step)
-            case messages.Save():
-                return task.save()
-        raise RuntimeError(f"unknown command {command}")
+        return task.obey(command, self._interrupted)
 
     def _start(self, command: messages.Start) -> messages.Started:
-        from peerloom.node.worker.tasks.gasloc import GaslocTask
+        from peerloom.node.worker.tasks import open_task
 
-        task = GaslocTask(command.setup, self._memory_fd, self._progress)
-        self._task = task
+        task = self._task = open_task(command.setup, self._memory_fd, self._progress)
         return messages.Started(task.ready(), task.layout, {"imports": self._imports_s, **task.phases})
 
     def _progress(self, what: str, share: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peerloom.optim.gasloc import GASLoC
 from peerloom.optim.robust import MedianClip, distance
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 
 FAR_SHARE = 0.5  # a partner cut to less does not train along: honest ones were within 2.1 medians where measured
 RECENT = 16  # meetings, of which ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from peerloom.optim.fragments import offset
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 
 RESERVE = 16  # batches reserved at a time in a timed round, at least: a reservation costs an fsync
 MAX_STEPS = 10**6  # a round, as for local_steps

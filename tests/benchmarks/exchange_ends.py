@@ -22,7 +22,6 @@ from peerloom.node.clock import SystemClock
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
-from peerloom.node.seams import ExchangeStream
 from peerloom.node.tls import make_certificate
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.port import WorkerProcess
@@ -71,7 +70,7 @@ class ProductEnd:
         self._round = 0
         self._counted: dict[str, float] = {}
 
-    async def exchange(self, stream: ExchangeStream) -> None:
+    async def serve(self, service: Any, stream: Any) -> None:
         await self._driver.serve(stream)
 
     async def status(self) -> NodeStatus:

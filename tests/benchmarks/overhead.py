@@ -219,7 +219,7 @@ def rows(
                 f"two nodes and a bootstrap, the embedded model, {batch}, 1 thread, {spec.gasloc.local_steps} steps a "
                 f"round, evaluation of {spec.train.eval_batches} batches every {EVAL_EVERY} rounds, all included; "
                 f"a bare loop runs on the other core too; median of {len(ours)} turns of {EVAL_EVERY} rounds; of the "
-                f"node's time: {spent}"
+                f"node's time: {spent}; the worker keeps freed memory, the bare loop has libc's defaults"
             ),
         ),
         Row(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +55,7 @@ def main(description: str, measure: Callable[[argparse.Namespace], list[Row]]) -
     parser.add_argument("--full", action="store_true", help="more repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended then too
     rows = measure(arguments)
     print(machine())
     for row in rows:

@@ -23,12 +23,12 @@ class Ended(Exception):
 
 
 class Session:
-    """One command and all that it starts, on one core; its output goes to the file `output`."""
+    """One command and all that it starts, on one core or, with None, on all; its output goes to the file `output`."""
 
-    def __init__(self, command: Sequence[str], core: int, output: Path) -> None:
+    def __init__(self, command: Sequence[str], core: int | None, output: Path) -> None:
         self.output = output
         before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {core})  # what is started inherits it, from its first instruction on
+        os.sched_setaffinity(0, before if core is None else {core})  # inherited, from the first instruction on
         try:
             with output.open("wb") as file:
                 self.started_at = time.time()
@@ -58,6 +58,19 @@ class Session:
         """Of the command itself."""
         return self._process.pid
 
+    def kill(self) -> None:
+        """kill -9 of the command alone, as it would happen to it."""
+        self._process.kill()
+        self._process.wait()
+
+    def descendant(self, word: str) -> psutil.Process | None:
+        """The first process it has started whose command line holds `word`."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in self._members()[1:]:
+                if any(word in part for part in process.cmdline()):
+                    return process
+        return None
+
     def pause(self) -> None:
         """Stops every process of it."""
         for process in self._members():
@@ -74,12 +87,19 @@ class Session:
         """What `look` returns, once it is not None; raises Ended."""
         give_up_at = time.monotonic() + timeout_s
         while (found := look()) is None:
-            if self._process.poll() is not None or time.monotonic() > give_up_at:
-                code = self._process.returncode
-                how = f"ended with {code}" if code is not None else f"gave nothing for {timeout_s:.0f} s"
-                raise Ended(f"{self.output.name} {how}: {self.output.read_text(errors='replace')[-2000:]}")
+            self.check()
+            if time.monotonic() > give_up_at:
+                raise Ended(self._said(f"gave nothing for {timeout_s:.0f} s"))
             time.sleep(LOOK_S)
         return found
+
+    def check(self) -> None:
+        """Raises Ended when the command has ended by itself."""
+        if self._process.poll() is not None:
+            raise Ended(self._said(f"ended with {self._process.returncode}"))
+
+    def _said(self, how: str) -> str:
+        return f"{self.output.name} {how}: {self.output.read_text(errors='replace')[-2000:]}"
 
     def _members(self) -> list[psutil.Process]:
         """The command, its descendants, and theirs in sessions of their own (p2pd)."""

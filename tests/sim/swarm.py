@@ -36,7 +36,8 @@ from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.events import Event, PeersChanged
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.peer_id import peer_id_of
-from peerloom.protocol.runspec import GaslocSpec, RunSpec, TrainSpec
+from peerloom.protocol.runspec import RunSpec, TrainSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 LOCAL_STEPS, STEP_S = 10, 0.2  # a round trains two seconds

@@ -14,6 +14,7 @@ from peerloom.node.memory_discovery import MemoryDiscovery
 from peerloom.node.seams import ExchangeStream
 from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.messages import Accept, Chunk, Commit, Decline, ExchangeMessage, Hold, Offer, PayloadEnd
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import PeerRecord
 from tests.sim.swarm import TIMEOUT_S, Plan, Swarm, identity, play
 from tests.sim.test_swarm import SLACK_S
@@ -53,7 +54,7 @@ async def misbehave(swarm: Swarm, kind: str, record: PeerRecord) -> list[Exchang
     """Offers until it is accepted once, then plays its trick; returns what came back."""
     fake = swarm.hub.transport(identity(99), run_id=swarm.plan.spec.run_id, spec_hash=swarm.plan.spec.spec_hash())
     offer = Offer("ab" * 16, record.round, record.layout_digest, "fp32", len(GOOD))
-    stream: ExchangeStream = await fake.open_exchange(record)
+    stream: ExchangeStream = await fake.open(record, EXCHANGE)
     answers: list[ExchangeMessage] = []
     try:
         await stream.send(offer)

@@ -33,7 +33,7 @@ class Liar:
         run = swarm.plan.spec
         self._transport = swarm.hub.transport(self.peer_id, run_id=run.run_id, spec_hash=run.spec_hash())
 
-    async def exchange(self, stream: Any) -> None:
+    async def serve(self, service: Any, stream: Any) -> None:
         raise LinkError("not now")
 
     async def status(self) -> NodeStatus:

@@ -14,7 +14,7 @@ from peerloom.optim.gasloc import gossip_round
 from peerloom.optim.groups import group_mean
 from peerloom.protocol import graphs, plan
 from peerloom.protocol.graphs import Leg
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.sim import stories
 from tests.sim.swarm import Member, Plan, Swarm, play, spec
 

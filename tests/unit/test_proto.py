@@ -11,6 +11,7 @@ import pytest
 
 from peerloom.node import grpc_wire
 from peerloom.proto import common_pb2, generate, gossip_pb2, peer_pb2, state_pb2
+from peerloom.protocol.services import SERVICES
 
 STUBS = (common_pb2, gossip_pb2, peer_pb2, state_pb2)
 
@@ -42,7 +43,7 @@ def test_the_calls_are_those_of_the_services() -> None:
         for service in stub.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
-    spoken = (grpc_wire.HELLO, grpc_wire.PROVE, grpc_wire.STATUS, grpc_wire.EXCHANGE, grpc_wire.FETCH)
+    spoken = (grpc_wire.HELLO, grpc_wire.PROVE, grpc_wire.STATUS, grpc_wire.FETCH, *(each.path for each in SERVICES))
     assert paths == set(spoken)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from peerloom.node import checkpoint
 from peerloom.node.cursor import BatchCursor
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady, WorkerSetup
+from peerloom.node.worker import messages
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import InnerLoop
@@ -185,6 +186,23 @@ class GaslocTask:
             sketch=self._sketch(),
             piece_bytes=self.layout.piece_bytes,
         )
+
+    def obey(self, command: messages.Command, interrupted: Callable[[int], bool]) -> object:
+        """Carries out one command; `interrupted(round)` says whether that round's local steps are to end."""
+        match command:
+            case messages.Train(round, fragment):
+                return self.train(round, lambda: interrupted(round), fragment)
+            case messages.Take(fragment, weight, pieces, replace):
+                return self.take(fragment, weight, pieces, replace)
+            case messages.Settle(fragment):
+                return self.settle(fragment)
+            case messages.Finish(mix):
+                return self.finish(mix)
+            case messages.Adopt(round, step):
+                return self.adopt(round, step)
+            case messages.Save():
+                return self.save()
+        raise RuntimeError(f"no command of GASLoC: {command}")
 
     def train(self, round: int, interrupted: Callable[[], bool], fragment: int = 0) -> RoundTrained:
         """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.

@@ -16,7 +16,6 @@ from peerloom.node.clock import SystemClock
 from peerloom.node.grpc_client import PeerLink, ask, open_channel
 from peerloom.node.grpc_session import HelloBudget, Sessions, host_of
 from peerloom.node.grpc_wire import (
-    EXCHANGE,
     FETCH,
     HELLO,
     PROVE,
@@ -43,7 +42,8 @@ from peerloom.protocol.errors import (
     VersionMismatch,
 )
 from peerloom.protocol.handshake import Hello, HelloReply, Prove, RunClaim
-from peerloom.protocol.messages import Chunk, FetchRequest, Hold
+from peerloom.protocol.messages import Chunk, FetchRequest, Hold, StreamEnd
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import PeerRecord, RunId
 
 from .wire import NOW, RUN, SPEC, Handler, Jumpable, Swarm, record_of
@@ -91,7 +91,7 @@ class Raw:
 
     async def exchange(self) -> Any:
         token = await self.prove()
-        return self.channel.stream_stream(EXCHANGE)(metadata=((TOKEN_KEY, token),))
+        return self.channel.stream_stream(EXCHANGE.path)(metadata=((TOKEN_KEY, token),))
 
 
 async def status_of(call: Any) -> tuple[Any, str]:
@@ -173,7 +173,7 @@ async def test_an_endless_stream_ends_soon_after_the_handlers_patience(
 
         writing = asyncio.create_task(write())
         end = codec.decode_exchange(await call.read())
-        assert end == codec.StreamEnd("LimitExceeded", "more than was offered")
+        assert end == StreamEnd("LimitExceeded", "more than was offered")
         with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
             await writing
     assert taken == 4
@@ -190,7 +190,7 @@ async def test_a_half_close_without_end_is_a_broken_stream(swarm: Swarm) -> None
 
 
 @pytest.mark.parametrize("token", [None, b"", b"x" * 32, b"x" * 5000], ids=["none", "empty", "forged", "long"])
-@pytest.mark.parametrize("path", [STATUS, EXCHANGE, FETCH])
+@pytest.mark.parametrize("path", [STATUS, EXCHANGE.path, FETCH])
 async def test_no_call_without_a_session(swarm: Swarm, path: str, token: bytes | None) -> None:
     _, record = await swarm.server(Handler())
     async with Raw(record) as raw:
@@ -416,7 +416,7 @@ async def test_a_server_that_never_answers_a_call(swarm: Swarm, monkeypatch: pyt
     async def token(data: bytes, _: Context) -> bytes:
         return codec.encode_token(bytes(32))
 
-    methods = {HELLO: greeter(identity, certificate), PROVE: token, STATUS: never, EXCHANGE: never, FETCH: never}
+    methods = {HELLO: greeter(identity, certificate), PROVE: token, STATUS: never, EXCHANGE.path: never, FETCH: never}
     async with FakeServer(certificate, {STATUS: never} | methods) as server:
         record = record_of(identity.peer_id, (server.address,), certificate.der)
         client = swarm.client()
@@ -424,7 +424,7 @@ async def test_a_server_that_never_answers_a_call(swarm: Swarm, monkeypatch: pyt
             if call == "status":
                 await client.status(record)
             elif call == "exchange":
-                await client.open_exchange(record)
+                await client.open(record, EXCHANGE)
             else:
                 await anext(client.fetch(record, FetchRequest("ab")))
 

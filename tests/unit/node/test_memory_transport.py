@@ -13,6 +13,7 @@ from peerloom.node.seams import ExchangeStream
 from peerloom.node.virtual_time import VirtualClock, run_virtual
 from peerloom.protocol.errors import LinkError
 from peerloom.protocol.messages import Chunk, FetchRequest, Hold
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
 from .wire import Handler, record_of
@@ -45,7 +46,7 @@ def test_a_message_takes_its_bytes_over_the_bandwidth_and_the_latency() -> None:
 
         handler = Handler(note)
         _, record = await serve(hub, B, handler)
-        stream = await hub.transport(A).open_exchange(record)
+        stream = await hub.transport(A).open(record, EXCHANGE)
         start = hub.clock.monotonic()
         assert start == pytest.approx(1.0)  # there and back
         for _ in range(3):
@@ -77,7 +78,7 @@ def test_a_killed_peer_resets_its_streams_and_answers_nobody() -> None:
         handler = Handler()
         _, record = await serve(hub, B, handler)
         caller = hub.transport(A)
-        stream = await caller.open_exchange(record)
+        stream = await caller.open(record, EXCHANGE)
         fetching = caller.fetch(record, FetchRequest("ab"))
         await anext(fetching)
         hub.kill(B)
@@ -96,7 +97,7 @@ def test_the_callers_death_breaks_the_servers_stream() -> None:
     async def body(hub: MemoryHub) -> None:
         handler = Handler()
         _, record = await serve(hub, B, handler)
-        await hub.transport(A).open_exchange(record)
+        await hub.transport(A).open(record, EXCHANGE)
         await asyncio.sleep(0)
         hub.kill(A)
         assert isinstance(await handler.ended.get(), LinkError)
@@ -109,7 +110,7 @@ def test_a_partition_is_silence_first_and_then_an_error() -> None:
         handler = Handler()
         _, record = await serve(hub, B, handler)
         caller = hub.transport(A)
-        stream = await caller.open_exchange(record)
+        stream = await caller.open(record, EXCHANGE)
         hub.partition(A, B)
         start = hub.clock.monotonic()
         await stream.send(Hold())
@@ -146,7 +147,7 @@ def test_the_same_seed_gives_the_same_history() -> None:
                     _, record = served[rng.randrange(8)]
                     await asyncio.sleep(rng.random())
                     try:
-                        stream = await transport.open_exchange(record)
+                        stream = await transport.open(record, EXCHANGE)
                         await stream.send(Chunk(0, bytes(rng.randrange(1, 5000))))
                         await stream.close()
                     except LinkError as error:

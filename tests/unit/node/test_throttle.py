@@ -21,6 +21,7 @@ from peerloom.node.virtual_time import VirtualClock, run_virtual
 from peerloom.protocol import limits
 from peerloom.protocol.bucket import slice_bytes
 from peerloom.protocol.messages import Accept, Chunk, FetchRequest, Offer, PayloadEnd, StateManifest, StatePiece
+from peerloom.protocol.services import EXCHANGE
 from peerloom.protocol.types import NodeStatus, PeerId
 
 from .wire import NOW, Handler, Swarm, record_of
@@ -55,7 +56,7 @@ async def move(stream: ExchangeStream, payload: bytes) -> None:
 
 
 async def exchange(transport: MemoryTransport, record: object) -> None:
-    stream = await transport.open_exchange(record)  # type: ignore[arg-type]
+    stream = await transport.open(record, EXCHANGE)  # type: ignore[arg-type]
     await stream.send(OFFER)
     assert isinstance(await stream.receive(), Accept)
     await move(stream, PAYLOAD)
@@ -183,7 +184,7 @@ async def test_real_sockets_keep_to_the_cap(grpc_swarm: Swarm, capped: str) -> N
     mine = grpc_swarm.client(Identity.generate(), make_certificate(NOW), caps=Caps(**{capped: rate}))
     loop = asyncio.get_running_loop()
     began = loop.time()
-    stream = await mine.open_exchange(record)
+    stream = await mine.open(record, EXCHANGE)
     await stream.send(replace(OFFER, total_bytes=len(payload)))
     await stream.receive()
     await move(stream, payload)

@@ -40,6 +40,7 @@ from peerloom.protocol.messages import (
     StatePiece,
     Withdraw,
 )
+from peerloom.protocol.services import EXCHANGE
 
 from .wire import NOW, Handler, Swarm, record_of
 
@@ -87,7 +88,7 @@ async def test_every_message_crosses_both_ways_in_order(swarm: Swarm) -> None:
 
     handler = Handler(echo)
     _, record = await swarm.server(handler)
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     back = []
     for message in script:
         await stream.send(message)
@@ -105,7 +106,7 @@ async def test_the_server_knows_who_calls(swarm: Swarm) -> None:
 
     _, record = await swarm.server(Handler(note))
     me = Identity.generate()
-    stream = await swarm.client(me).open_exchange(record)
+    stream = await swarm.client(me).open(record, EXCHANGE)
     assert await callers.get() == me.peer_id
     assert stream.peer == record.peer_id
     assert await stream.receive() is None
@@ -118,7 +119,7 @@ async def test_a_finished_handler_ends_the_stream_clean_after_its_last_message(s
         await stream.send(Decline("busy"))
 
     _, record = await swarm.server(Handler(decline))
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     await stream.send(OFFER)
     assert await stream.receive() == Decline("busy")
     assert await stream.receive() is None
@@ -140,7 +141,7 @@ async def test_what_was_sent_before_close_arrives(swarm: Swarm) -> None:
 
     handler = Handler(take)
     _, record = await swarm.server(handler)
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     await stream.send(OFFER)
     await stream.send(Withdraw("no"))
     await stream.close()
@@ -175,7 +176,7 @@ async def test_both_sides_send_megabytes_at_once(swarm: Swarm) -> None:
     handler = Handler(serve)
     server, record = await swarm.server(handler)
     client = swarm.client()
-    stream = await client.open_exchange(record)
+    stream = await client.open(record, EXCHANGE)
     assert await pump(stream) == count * len(data)
     await stream.close()
     assert await handler.ended.get() is None
@@ -194,7 +195,7 @@ async def test_the_last_word_reaches_a_caller_that_is_still_sending(swarm: Swarm
 
     handler = Handler(withdraw)
     _, record = await swarm.server(handler)
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
 
     async def flood() -> None:
         while True:
@@ -220,7 +221,7 @@ async def test_a_peer_that_does_not_read_holds_the_sender_back(swarm: Swarm) -> 
         await stop.wait()
 
     _, record = await swarm.server(Handler(never_read))
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     sent = 0
 
     async def flood() -> None:
@@ -247,7 +248,7 @@ async def test_a_cancelled_receive_loses_nothing(swarm: Swarm) -> None:
         await stream.send(Hold())
 
     _, record = await swarm.server(Handler(later))
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
             await stream.receive()
@@ -261,7 +262,7 @@ async def test_the_callers_end_breaks_the_servers_stream(swarm: Swarm) -> None:
     handler = Handler()
     _, record = await swarm.server(handler)
     client = swarm.client()
-    stream = await client.open_exchange(record)
+    stream = await client.open(record, EXCHANGE)
     await stream.send(OFFER)
     await client.stop()
     assert isinstance(await handler.ended.get(), LinkError)
@@ -272,7 +273,7 @@ async def test_the_callers_end_breaks_the_servers_stream(swarm: Swarm) -> None:
 
 async def test_the_servers_end_breaks_the_callers_stream(swarm: Swarm) -> None:
     server, record = await swarm.server(Handler())
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     waiting = asyncio.create_task(stream.receive())
     await asyncio.sleep(0)
     await server.stop()
@@ -304,7 +305,7 @@ async def test_a_handlers_error_is_raised_at_the_caller(swarm: Swarm, error: Pee
     handler = Handler(fail, fetch_error=error)
     _, record = await swarm.server(handler)
     client = swarm.client()
-    stream = await client.open_exchange(record)
+    stream = await client.open(record, EXCHANGE)
     await stream.send(OFFER)
     with pytest.raises(type(error), match=str(error)) as caught:
         await stream.receive()
@@ -320,7 +321,7 @@ async def test_a_bug_in_a_handler_is_logged_and_not_told(swarm: Swarm, caplog: p
         raise ZeroDivisionError("a secret path")
 
     _, record = await swarm.server(Handler(bug))
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     with caplog.at_level(logging.ERROR), pytest.raises(LinkError, match="internal") as caught:
         await stream.receive()
     await stream.close()
@@ -423,7 +424,7 @@ async def test_a_restarted_server_is_reached_without_a_word(swarm: Swarm) -> Non
     _, again = await swarm.server(Handler(), identity, certificate, listen=("127.0.0.1", port))
     assert again.addresses == record.addresses
     assert (await client.status(again)).record == again
-    stream = await client.open_exchange(again)
+    stream = await client.open(again, EXCHANGE)
     await stream.close()
 
 
@@ -431,14 +432,14 @@ async def test_streams_of_one_peer_are_limited(swarm: Swarm) -> None:
     handler = Handler()
     _, record = await swarm.server(handler)
     client = swarm.client()
-    streams = [await client.open_exchange(record) for _ in range(limits.MAX_STREAMS_PER_PEER)]
+    streams = [await client.open(record, EXCHANGE) for _ in range(limits.MAX_STREAMS_PER_PEER)]
     with pytest.raises(LimitExceeded, match="streams at once"):
-        await client.open_exchange(record)
+        await client.open(record, EXCHANGE)
     await streams[0].close()
     await handler.ended.get()
     while True:  # the slot is free a moment after the handler's end
         try:
-            streams.append(await client.open_exchange(record))
+            streams.append(await client.open(record, EXCHANGE))
             break
         except LimitExceeded:
             await asyncio.sleep(0.01)
@@ -448,7 +449,7 @@ async def test_streams_of_one_peer_are_limited(swarm: Swarm) -> None:
 
 async def test_an_oversize_chunk_is_not_even_sent(swarm: Swarm) -> None:
     _, record = await swarm.server(Handler())
-    stream = await swarm.client().open_exchange(record)
+    stream = await swarm.client().open(record, EXCHANGE)
     with pytest.raises(LimitExceeded, match="1048577 bytes"):
         await stream.send(Chunk(0, bytes(limits.CHUNK_BYTES + 1)))
     await stream.close()

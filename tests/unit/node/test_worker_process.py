@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from peerloom.node.seams import WorkerDied
+from peerloom.node.worker.child import KEEP_FREED
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.protocol.errors import DataError
 from peerloom.protocol.types import PeerId
@@ -47,6 +48,7 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     ready = await worker.start(setup(tiny_spec(source), tmp_path), lambda what, share: told.append(what))
     pid = worker.pid
     assert pid is not None and "tokenizing" in told
+    assert KEEP_FREED.keys() <= psutil.Process(pid).environ().keys()
     assert list(worker.phases) == ["imports", "model", "data", "checkpoint", "evaluation"]
     start_point = bytes(worker.theta())
     assert len(start_point) == ready.numel * 4 and len(worker.outbox()) == ready.payload_bytes
@@ -154,6 +156,7 @@ async def test_resume_in_a_new_process_is_exact(source: Path, tmp_path: Path) ->
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
+from peerloom.node.worker.child import KEEP_FREED
 from peerloom.node.worker.port import WorkerProcess
 from tests.unit.node.tiny import setup, tiny_spec
 

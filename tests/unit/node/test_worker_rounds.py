@@ -16,7 +16,8 @@ from peerloom.node.worker.model import build_model
 from peerloom.node.worker.pace import RESERVE, another_step, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.unit.node.test_worker import assert_equal, state
 from tests.unit.node.tiny import never, task, tiny_spec, write_text
 

@@ -16,7 +16,8 @@ from peerloom.optim.groups import group_mean
 from peerloom.optim.robust import MedianClip
 from peerloom.protocol import plan
 from peerloom.protocol.errors import SpecError
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Span
 
 from .tiny import never, setup, task, tiny_spec, write_text

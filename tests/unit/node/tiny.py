@@ -10,7 +10,8 @@ from pathlib import Path
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.tasks.gasloc import GaslocTask
-from peerloom.protocol.runspec import DataSpec, GaslocSpec, ModelSpec, RunSpec, TrainSpec
+from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Encoding, PeerId
 
 MODEL = ModelSpec(hidden_size=16, intermediate_size=24, layers=1, heads=2, kv_heads=2)

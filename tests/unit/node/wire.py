@@ -56,7 +56,7 @@ class Handler:
     ended: asyncio.Queue[BaseException | None] = field(default_factory=asyncio.Queue)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def exchange(self, stream: ExchangeStream) -> None:
+    async def serve(self, service: Any, stream: Any) -> None:
         try:
             await self.on_exchange(stream)
         except BaseException as error:

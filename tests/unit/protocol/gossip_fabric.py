@@ -18,7 +18,7 @@ from peerloom.protocol import plan
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import ExchangeId, Offer
 from peerloom.protocol.pairing import Place
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 LAYOUT, PAYLOAD_BYTES = "ab" * 32, 4096

@@ -29,6 +29,7 @@ from peerloom.protocol.messages import (
     PayloadEnd,
     StateManifest,
     StatePiece,
+    StreamEnd,
     Withdraw,
 )
 from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord
@@ -84,7 +85,7 @@ exchange_messages = st.one_of(
     st.just(Commit()),
     st.just(Ack()),
     st.builds(Withdraw, texts(512)),
-    st.builds(codec.StreamEnd, texts(64), texts(1024)),
+    st.builds(StreamEnd, texts(64), texts(1024)),
 )
 
 

@@ -11,7 +11,7 @@ from peerloom.protocol import events as ev
 from peerloom.protocol.company import LEAST_SHARE, MOST_SHARE, Company
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import Offer
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 A, B, ME = PeerId("a"), PeerId("b"), PeerId("me")

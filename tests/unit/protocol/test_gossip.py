@@ -14,7 +14,7 @@ from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.gossip_parts import MAX_PARKED
 from peerloom.protocol.messages import DeclineReason, Offer
 from peerloom.protocol.pairing import rank, scheduled_partner
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 SEED, LAYOUT, SIZE = 7, "cd" * 32, 4096

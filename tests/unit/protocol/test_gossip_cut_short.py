@@ -8,7 +8,7 @@ from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import Offer
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 PEER, ME = PeerId("peer"), PeerId("me")

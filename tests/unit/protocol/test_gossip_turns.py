@@ -14,7 +14,7 @@ from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.messages import Offer
 from peerloom.protocol.pairing import Place, Planned, Scheduled, pairing_of, rank
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 SEED, LAYOUT, M = 7, "cd" * 32, 10.0

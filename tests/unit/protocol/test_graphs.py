@@ -11,7 +11,7 @@ from peerloom.optim.topology import Graph, two_peer
 from peerloom.optim.tuning import near_square_torus
 from peerloom.protocol import graphs, plan
 from peerloom.protocol.graphs import Edge, Leg
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.stability import FIXED, sequence_leg
 
 SIZES = range(1, 26)

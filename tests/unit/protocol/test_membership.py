@@ -17,7 +17,7 @@ from peerloom.protocol.membership import (
     ban_length,
     decayed,
 )
-from peerloom.protocol.runspec import GaslocSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId, PeerRecord
 
 ME, A, B = PeerId("me"), PeerId("a"), PeerId("b")

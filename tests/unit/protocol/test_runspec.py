@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerloom.protocol.errors import SpecError
-from peerloom.protocol.runspec import DataSpec, GaslocSpec, ModelSpec, RunSpec, TrainSpec, stable_alpha
+from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec, stable_alpha
 from peerloom.protocol.spec_rules import RULE, NumberRule, TextRule
 from peerloom.protocol.spec_toml import MAX_SPEC_CHARS
 

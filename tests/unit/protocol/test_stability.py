@@ -8,7 +8,8 @@ from peerloom.optim.topology import Graph
 from peerloom.optim.tuning import near_square_torus, random_rate, rate
 from peerloom.protocol import graphs
 from peerloom.protocol.errors import SpecError
-from peerloom.protocol.runspec import GaslocSpec, RunSpec
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.stability import FIXED, alpha_bound, default_tuning, largest_eigenvalue
 
 MOMENTA = ("pre", "post")

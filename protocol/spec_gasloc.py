@@ -1,0 +1,123 @@
+"""The table [gasloc] of the RunSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peerloom.protocol.spec_rules import Fault, choice, faults, number
+from peerloom.protocol.spec_table import Table
+from peerloom.protocol.stability import Weights, alpha_bound, default_tuning, pair_bound
+from peerloom.protocol.types import Encoding
+
+PAIR_EIGENVALUE = 1.0  # largest of the one-edge Laplacian 1/2 (e_i - e_j)(e_i - e_j)^T
+GROUPED = ("scheduled", "hypercube")  # the pairings that may form groups
+
+Pairing = Literal[
+    "rendezvous",
+    "scheduled",
+    "two_peer",
+    "ring",
+    "torus",
+    "complete",
+    "regular",
+    "hypercube",
+    "exponential",
+    "base",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaslocSpec(Table):
+    """GASLoC: one partner a round, unless the pairing, groups or fragments say otherwise."""
+
+    local_steps: int = number(30, 1, 10**6, "H: optimizer steps between exchanges")
+    round_s: float = number(
+        0.0, 0, 86400, "seconds of local steps, as many as fit, at least one, instead of local_steps; 0: off"
+    )
+    eta: float = number(1.0, 0, 10, "outer rate: y = theta_0 + eta (theta_H - theta_0)", open_low=True)
+    alpha: float = number(1.0, 0, 4, "mixing: 1 is the exact mean of the pair", open_low=True, open_high=True)
+    gamma: float = number(0.2, 0, 1, "outer momentum; 0: none", open_high=True)
+    momentum: Literal["pre", "post"] = choice("pre", "of the iterate before mixing, or after it")
+    pairing: Pairing = choice(
+        "rendezvous",
+        "with whoever is ready; or as (seed, round) and the swarm say: random matchings (one or two), "
+        "a fixed graph, or a sequence that averages exactly in few rounds",
+    )
+    weights: Weights = choice("metropolis", "of a fixed graph's edges: 2 / (1 + degree), or 1")
+    degree: int = number(4, 2, 64, 'neighbours of a node with pairing = "regular"')
+    group_size: int = number(2, 2, 64, 'nodes that take their exact mean, with pairing "scheduled" or "hypercube"')
+    fragments: int = number(1, 1, 64, "parts of the model, exchanged one after the other over a round")
+    encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
+    match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
+    max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
+    clip_radius: float = number(
+        2.0, 0, 10**6, "median distances from which a partner counts for less; 0: no such limit; else at least 1"
+    )
+
+    def cross(self) -> Iterator[Fault]:
+        if 0 < self.clip_radius < 1:
+            yield Fault(("clip_radius",), f"{self.clip_radius}: must be 0 or at least 1")
+        if self.fragments > 1 and self.round_s:
+            yield Fault(
+                ("fragments", "round_s"), f"{self.fragments}: must be 1 with round_s, which has no steps to cut them by"
+            )
+        if self.fragments > self.local_steps:
+            yield Fault(
+                ("fragments", "local_steps"),
+                f"{self.fragments}: must be at most local_steps, which is {self.local_steps}",
+            )
+        if self.group_size & (self.group_size - 1):
+            yield Fault(("group_size",), f"{self.group_size}: must be a power of 2")
+        elif self.group_size > 2 and self.pairing not in GROUPED:
+            yield Fault(
+                ("group_size", "pairing"),
+                f"{self.group_size}: must be 2 with pairing = {self.pairing!r}; "
+                f"groups form with {' or '.join(map(repr, GROUPED))}",
+            )
+        else:
+            yield from self._unstable()
+
+    def _unstable(self) -> Iterator[Fault]:
+        gamma, momentum, about = self.gamma, self.momentum, ("alpha", "gamma", "momentum")
+        if self.pairing == "complete" and self.weights == "unit":
+            yield Fault(
+                ("weights", "pairing"),
+                "'unit': must be 'metropolis' with pairing = 'complete', whose stable alpha would fall with every node",
+            )
+            return
+        limit = alpha_bound(
+            self.pairing,
+            self.alpha,
+            gamma,
+            momentum,
+            weights=self.weights,
+            degree=self.degree,
+            group_size=self.group_size,
+        )
+        if limit is None:
+            return
+        pair = self.alpha >= stable_alpha(gamma, momentum)
+        what = "a pair diverges" if pair else f"pairing = {self.pairing!r} loses consensus"
+        bound = f"must be below {limit:.6g}" if limit else "no alpha is stable; lower gamma"
+        yield Fault(about, f"{self.alpha}: {what}; {bound} with gamma = {gamma} and momentum = {momentum!r}")
+
+    @staticmethod
+    def implied(values: dict[str, Any]) -> dict[str, Any]:
+        """Defaults that hang on other keys: alpha and gamma of the topology, where a spec's text has neither."""
+        spec = GaslocSpec(**{key: values[key] for key in _TOPOLOGY if key in values})
+        if {"alpha", "gamma"} & values.keys() or any(fault.keys[0] in _TOPOLOGY for fault in faults(spec)):
+            return {}
+        found = default_tuning(
+            spec.pairing, spec.momentum, weights=spec.weights, degree=spec.degree, group_size=spec.group_size
+        )
+        return {} if found is None else {"alpha": found[0], "gamma": found[1]}
+
+
+_TOPOLOGY = ("momentum", "pairing", "weights", "degree", "group_size")
+
+
+def stable_alpha(gamma: float, momentum: Literal["pre", "post"]) -> float:
+    """The mixing rate from which one pair diverges: modes z^2 - (1 - alpha l + gamma) z + gamma = 0 (GASLoC)."""
+    return pair_bound(gamma, PAIR_EIGENVALUE, momentum)
