@@ -22,11 +22,11 @@ seconds, `at`, `started_at` Unix time; loss is held-out, in nats a token; null w
 `state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `problems` says in
 sentences why `health` is not healthy. `partners` counts committed exchanges by peer, as far as the node was asked;
 `last_partner` is the newest, met `last_met_s` ago. `where` is the host of its first address, `via` names the relays
-through which a node that cannot be dialled is reached, and `relays` says that a node carries others'. `left_s` is how long the token budget lasts at the present speed.
-`consensus_distance` is an estimate of how far the trainers' parameters lie from their mean, relative to the
-parameters' own norm; `sketch` is the projection it is told from. Where a method keeps all nodes equal, `states_differ`
-counts the trainers whose `state_hash` is not the commonest of those that have seen as many `messages`. `stages` counts
-the hosts of each stage of a pipeline.
+through which a node that cannot be dialled is reached, and `relays` says that a node carries others'. `left_s` is how
+long the token budget lasts at the present speed. `consensus_distance` is an estimate of how far the trainers'
+parameters lie from their mean, relative to the parameters' own norm; `sketch` is the projection it is told from.
+Where a method keeps all nodes equal, `states_differ` counts the trainers whose `state_hash` is not the commonest of
+those that have seen as many `messages`. `stages` counts the hosts of each stage of a pipeline.
 `--watch --json` prints one such object a line.
 """
 
