@@ -41,10 +41,10 @@ def test_every_node_serves_the_swarm_as_it_sees_it(swarm: Swarm) -> None:
         def sees_all(url: str = url) -> dict[str, Any] | None:
             told: dict[str, Any] = json.loads(get(url + "status.json"))
             trains = [row["name"] for row in told["nodes"] if row["state"] in ("training", "seeking", "exchanging")]
-            return told if {"a", "b"} <= set(trains) else None
+            met = any(row["last_partner"] for row in told["nodes"])
+            return told if met and {"a", "b"} <= set(trains) else None
 
-        told = wait_for("both trainers on the page", sees_all)
-        assert any(row["last_partner"] for row in told["nodes"])
+        wait_for("both trainers on the page, and that they met", sees_all)
         assert get(url + "healthz") and get(url + "readyz")
         assert "peerloom_swarm_nodes" in get(url + "metrics")
 
