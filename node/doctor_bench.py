@@ -32,7 +32,7 @@ def measure_speed(spec: RunSpec, *, device: str, threads: int, seconds: float) -
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model(spec).to(device)
-    vocabulary = int(getattr(model.config, "vocab_size", 2))  # type: ignore[arg-type]
+    vocabulary = int(getattr(model.config, "vocab_size", 2))
     inner = InnerLoop(model, spec.train)
     size = (spec.train.batch_size, spec.data.sequence_length + 1)
     windows = torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(1))

@@ -44,6 +44,7 @@ from peerloom.protocol.types import NodeStatus, PeerId, RunId
 
 SCHEMA = 1
 SILENT_AFTER_S = 15.0  # records are renewed every 10 s
+FORGET_AFTER_S = 3600.0  # of silence: a watch that lasts for months stays small
 HEALTH = {OK: "healthy", DEGRADED: "degraded", EMPTY: "empty"}
 
 _TRAINING = {"training", "seeking", "exchanging", "done"}
@@ -123,11 +124,13 @@ class LastHeard:
     def observe(self, statuses: Iterable[NodeStatus]) -> list[NodeStatus]:
         """Takes in one observation and returns the newest word of every node seen so far.
 
-        A node that said it was leaving is forgotten when it is gone.
+        A node that said it was leaving is forgotten when it is gone, any other when it was silent for FORGET_AFTER_S.
         """
         seen = {status.record.peer_id: status for status in statuses}
+        newest = max((status.record.issued_at for status in seen.values()), default=0.0)
         for peer, status in self._known.items():
-            if peer not in seen and status.record.state not in _LEAVING:
+            silent = status.record.issued_at < newest - FORGET_AFTER_S
+            if peer not in seen and status.record.state not in _LEAVING and not silent:
                 seen[peer] = status
         self._known = {peer: self._newest(peer, status) for peer, status in seen.items()}
         return list(self._known.values())

@@ -92,6 +92,13 @@ def test_a_node_that_said_goodbye_is_forgotten(state: str) -> None:
     assert [each.record.name for each in heard.observe([status("a")])] == ["a"]
 
 
+def test_a_node_that_was_silent_for_an_hour_is_forgotten() -> None:
+    heard = LastHeard()
+    heard.observe([status("a"), status("b")])
+    assert len(heard.observe([status("a", age_s=-3500)])) == 2
+    assert len(heard.observe([status("a", age_s=-3700)])) == 1
+
+
 def test_an_old_record_does_not_hide_a_fresher_answer() -> None:
     heard = LastHeard()
     heard.observe([status("a", age_s=1, round=9)])

@@ -6,11 +6,18 @@ import asyncio
 import io
 import os
 import pty
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from peerloom.node import cli_status
+from peerloom.node.config import load_config
 from peerloom.node.status import NodeRow, rows_of
 from peerloom.node.status_screen import COLUMNS, Keyboard, View, frame, keys_of
 from peerloom.protocol.runspec import RunSpec
@@ -109,3 +116,26 @@ async def test_keys_are_read_without_enter_and_the_terminal_is_given_back() -> N
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+def test_the_watch_takes_the_screen_until_q(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    out = io.StringIO()
+
+    async def watch(config: Any, invites: list[str], interval_s: float) -> AsyncIterator[Any]:
+        yield RunSpec(), [status("only-node", age_s=NOW - time.time())]
+        os.write(ours, b"sq")  # sorted, drawn again, left
+        await asyncio.Event().wait()
+
+    monkeypatch.setitem(sys.modules, "peerloom.node.observer", SimpleNamespace(watch_swarm=watch))
+    monkeypatch.setattr(
+        cli_status, "Console", lambda: Console(file=out, force_terminal=True, width=80, height=24, _environ={})
+    )
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        config = load_config(home=tmp_path)
+        assert cli_status.status(config, ["/ip4/127.0.0.1/tcp/1/p2p/x"], watch=True, as_json=False) == 0
+    os.close(ours)
+    text = out.getvalue()
+    assert text.startswith("\x1b[?1049h") and "only-node" in text and "peer▲" in text
+    assert text.endswith("\x1b[?25h\x1b[?1049l"), "the terminal is given back"
