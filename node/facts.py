@@ -47,6 +47,7 @@ class Facts:
     last_partner: str = ""
     last_met_at: float = 0.0
     pace: StepPace = field(default_factory=StepPace)
+    tells_steps: bool = False  # whether the worker does, as it takes them
     _traffic: deque[tuple[float, int, int]] = field(default_factory=deque)
     counters: dict[str, float] = field(default_factory=dict)
 
@@ -90,6 +91,7 @@ class Facts:
 
     def stepped(self, steps: int) -> None:
         """Takes a sign of life of the worker: how many steps it has taken."""
+        self.tells_steps = True
         if self.state == "stalled":
             self.enter("training")
         self.pace.stepped(steps, self.clock.monotonic())

@@ -79,7 +79,8 @@ class Node:
         context.facts.addresses = await context.transport.start(self)
         context.joinable()
         view = context.view
-        jobs = (view.heartbeat, view.watch, view.keep_spec, lambda: watch_progress(context.facts))
+        in_rounds = context.spec.method == "gasloc"
+        jobs = (view.heartbeat, view.watch, view.keep_spec, lambda: watch_progress(context.facts, in_rounds=in_rounds))
         background = [asyncio.create_task(job()) for job in jobs]
         living = asyncio.create_task(self._live())
         try:
