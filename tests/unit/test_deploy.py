@@ -66,7 +66,8 @@ def test_alerts_speak_of_metrics_that_exist_and_say_what_to_do() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: apt-get install prometheus has it")
 @pytest.mark.parametrize(
-    "arguments", ["check rules alerts.yml", "check config prometheus.yml", "test rules alerts_test.yml"]
+    "arguments",
+    ["check rules alerts.yml", "check config prometheus.yml", "check config local.yml", "test rules alerts_test.yml"],
 )
 def test_promtool_agrees(arguments: str) -> None:
     done = subprocess.run(["promtool", *arguments.split()], cwd=PROMETHEUS, capture_output=True, text=True)
