@@ -85,9 +85,20 @@ def real(minutes: float, count: int) -> list[Row]:
             swarm.start()
             names = [f"node-{number}" for number in range(count)]
             swarm.trainers(*names)
-            return _kills(swarm, names, minutes)
+            rows = _kills(swarm, names, minutes)
+            return [*rows, _left_behind(swarm, rows[0].setting)]
         finally:
-            swarm.stop()
+            for peer in swarm.started:
+                peer.destroy()
+
+
+def _left_behind(swarm: RealSwarm, setting: str) -> Row:
+    """Ends all nodes in order and counts the temporary files that are left, of the killed ones above all."""
+    for peer in [peer for peer in swarm.started if peer.running]:
+        peer.end()
+    left = [path for pattern in ("peerloom-*", "hivemind-*") for path in (swarm.folder / "tmp").glob(pattern)]
+    return Row(name="temporary_files_left", value=len(left), unit="files", baseline="one node that runs",
+               baseline_value=1.0, setting=setting)  # fmt: skip
 
 
 def _kills(swarm: RealSwarm, names: list[str], minutes: float) -> list[Row]:
