@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.seams import (
+    FIRST_STEP,
+    STEPS,
+    RoundFinished,
+    RoundTrained,
+    Taken,
+    WorkerDied,
+    WorkerReady,
+    WorkerSetup,
+)
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.pace import another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
@@ -55,7 +64,7 @@ class MemoryWorker:
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()  # the exchange under local steps is over
         self._dead: str | None = None
-        self._round = self._step = self._tokens = 0
+        self._round = self._step = self._tokens = self._taken = 0
 
     def die(self, how: str = "killed by the test") -> None:
         """Makes every later call raise WorkerDied."""
@@ -156,6 +165,8 @@ class MemoryWorker:
                 if not self._stepped:
                     self._stepped = True
                     self._progress(FIRST_STEP, 1.0)
+                self._taken += 1
+                self._progress(STEPS, float(self._taken))
             else:
                 break
         self._check()

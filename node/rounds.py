@@ -7,7 +7,7 @@ import logging
 
 from peerloom.node.context import Context
 from peerloom.node.gossip_driver import GossipDriver
-from peerloom.node.logs import short
+from peerloom.node.logs import log_if_changed, short
 from peerloom.node.place import Held, Place
 from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerPort
 from peerloom.node.turns import Meeting, Turns
@@ -145,7 +145,7 @@ class Rounds:
         for end, taken in meetings:
             if end.partner is None:
                 continue
-            facts.partners[end.partner] += 1
+            facts.exchanged_with(end.partner)
             if taken.share < 1:
                 facts.count("gossip_clipped")
             if taken.far_off and len(self._context.view.live()) >= MAJORITY:
@@ -176,7 +176,8 @@ class Rounds:
             **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
         )
         told = "" if loss is None else f", held-out loss {loss:.3f}"
-        company = f"with {short(ended.partner)}" if ended.partner is not None else f"alone: {ended.reason}"
+        company = f"with {short(ended.partner)}" if ended.partner is not None else "alone"
+        log_if_changed(log, "alone", f"no partner: {ended.reason}" if ended.reason else "")
         log.info("round %d done %s%s", trained.round, company, told)
 
     async def _save(self) -> None:
