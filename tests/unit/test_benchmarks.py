@@ -36,12 +36,12 @@ def dht_rows() -> list[Row]:
     return [row for each in found for row in each]
 
 
-@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "basis_rotation"])
+@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "basis_rotation", "pipeline"])
 def test_each_runs_alone_and_names_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = f"tests.benchmarks.{name}"
-    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__")
