@@ -36,7 +36,8 @@ SUFFIX = re.compile(r"_(seconds|bytes|ratio|nats|per_second|total|info)$")
 UNITLESS = {  # counts of things that are in the name
     "peerloom_state", "peerloom_round", "peerloom_optimizer_steps", "peerloom_partners", "peerloom_swarm_nodes",
     "peerloom_swarm_tokens", "peerloom_swarm_token_budget", "peerloom_swarm_missing_stages",
-    "peerloom_swarm_states_differ",
+    "peerloom_swarm_states_differ", "peerloom_relay_places", "peerloom_open_tunnels_relayed",
+    "peerloom_open_tunnels_delivered", "peerloom_half_open_tunnels",
 }  # fmt: skip
 
 
