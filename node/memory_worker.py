@@ -141,7 +141,7 @@ class MemoryWorker:
     def _loss(self) -> float:
         return float((self._params - self._optimum).square().mean())
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Takes the steps up to the fragment's exchange, each `step_s` long; ends early when interrupted."""
         self._check()
         following = self._round + self._exchanging
@@ -152,10 +152,10 @@ class MemoryWorker:
         self._interrupted.clear()
         if fragment == 0:
             self._method.start_round()
-        loop, first = asyncio.get_running_loop(), self._disk.cursor
+        loop, first, spec = asyncio.get_running_loop(), self._disk.cursor, self._setup.spec.gasloc
         started = loop.time()
-        while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc, fragment):
-            if not may_go_on(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
+        while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s):
+            if not may_go_on(self._disk.cursor - first, loop.time() - started, spec):
                 started += await self._until_finished()
             try:
                 async with asyncio.timeout(self._step_s):

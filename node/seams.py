@@ -241,8 +241,10 @@ class WorkerPort(Protocol):
         """
         ...
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal.
+
+        With `round_s`, more steps follow for `linger_s`, or until interrupt(): a partner is being sought meanwhile.
 
         With overlap it may be called while the round before is at its exchange, and then waits for its finish(), at the
         latest before it proposes.
