@@ -75,7 +75,7 @@ class InnerLoop:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def _clipped_together(self) -> list[list[Tensor]]:
+    def _clipped_together(self) -> list[list[nn.Parameter]]:
         if self._train.optimizer != "basis_rotated":
             return [self._parameters]
         hidden = [parameter for name, parameter in self._named if name in self._hidden]
