@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -78,7 +79,7 @@ def join(place: Place) -> DeviceMesh:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method=place.store.absolute().as_uri(),
+        store=FileStore(str(place.store), world_size),
         rank=place.rank,
         world_size=world_size,
         timeout=timedelta(seconds=JOIN_S),
