@@ -10,12 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import psutil
 import torch
 from torch import nn
 
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.group import Group, Pipe
+from peerloom.node.worker.model import numel_of
 from peerloom.node.worker.tasks.gasloc import GaslocTask, chosen_device
+from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.runspec import RunSpec
 
 
 class GaslocGroupTask(GaslocTask):
@@ -33,9 +37,10 @@ class GaslocGroupTask(GaslocTask):
         super().__init__(setup, memory_fd, progress, clock)
 
     def _choose_device(self) -> torch.device:
-        """All devices are looked at before a rank is told to do anything."""
+        """All devices, and the memory, are looked at before a rank is told to do anything."""
         for name in self._setup.devices:
             device = chosen_device(self._setup, name)
+        check_memory(self._spec, len(self._setup.devices), on_cpu=device.type == "cpu")
         self._group = Group(self._setup, self._pipes)
         return device
 
@@ -59,3 +64,21 @@ class GaslocGroupTask(GaslocTask):
 
     def _publish_theta(self, fragment: int | None = None) -> None:
         """theta lives in the block."""
+
+
+def check_memory(spec: RunSpec, ranks: int, *, on_cpu: bool) -> None:
+    """Raises ConfigError when this machine cannot hold the model's copies: one a rank while it is built.
+
+    Beside them the shared block has theta, y, previous and inbox, once; ranks on the CPU keep parameters, gradients and
+    two moments, once in all. A stored model's size shows only when it is loaded.
+    """
+    numel = numel_of(spec)
+    if numel is None:
+        return
+    copies = 4 + max(ranks, 4 if on_cpu else 0)
+    needed, free = copies * 4 * numel, psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(
+            f"devices: the model takes {needed / 2**30:.1f} GiB of memory on {ranks} devices where {free / 2**30:.1f} "
+            "GiB are free; use fewer devices or a smaller model"
+        )

@@ -126,7 +126,7 @@ def test_too_little_memory_is_told_before_a_weight_is_touched(source: Path, tmp_
     model = build_model(spec)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     mesh = join(Place(rank=0, devices=("cpu",), store=tmp_path / STORE))
-    with pytest.raises(ConfigError, match=r"^devices: rank 0: the model takes .* GiB where 0.00 GiB are free; use more"):
+    with pytest.raises(ConfigError, match=r"^devices: rank 0: the model takes .* GiB where 0.00 GiB are free; use"):
         Shard(model, spec.train, mesh, torch.device("cpu"), memory_limit=1000)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -160,6 +160,14 @@ def test_a_gpu_that_is_not_there_is_named_before_any_rank_is_told(source: Path, 
     given = replace(setup(tiny_spec(source), tmp_path), devices=("cuda:98", "cuda:99"))
     with pytest.raises(ConfigError, match=f"'cuda:98' is not there \\({there} CUDA devices are\\)"):
         GaslocGroupTask(given, anonymous_file(), quiet, ())
+    assert not (tmp_path / "peer-a").exists()
+
+
+def test_a_model_too_large_for_the_machine_is_refused_before_it_is_built(source: Path, tmp_path: Path) -> None:
+    spec = tiny_spec(source)
+    huge = replace(spec, model=replace(spec.model, hidden_size=1 << 16, intermediate_size=1 << 18, layers=64))
+    with pytest.raises(ConfigError, match=r"^devices: the model takes \d+\.\d GiB of memory on 2 devices where"):
+        GaslocGroupTask(on_cpus(setup(huge, tmp_path), 2), anonymous_file(), quiet, ())
     assert not (tmp_path / "peer-a").exists()
 
 
