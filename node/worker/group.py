@@ -15,7 +15,7 @@ from peerloom.node.durable import storage_errors
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.inner import state_shape
 from peerloom.node.worker.memory import BlockLayout
-from peerloom.node.worker.shard import Held, Place, Shard, cut_for, join, rows_of
+from peerloom.node.worker.shard import JOIN_S, LOST_S, Held, Place, Shard, cut_for, join, rows_of
 from peerloom.optim.matrix_fsdp import RankLost
 from peerloom.protocol.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank's shard stands, or `refused` says why there is none on any rank."""
+    """A rank's shard stands, or `refused` says why there is none on any rank: rank 0 has found the same."""
 
     refused: str = ""
 
@@ -83,7 +83,7 @@ class Group:
         except ConfigError as error:
             refused = error  # the others have the same, and say so
         for rank, pipe in enumerate(self._pipes, 1):
-            joined: Joined = self._hear(rank, pipe)
+            joined: Joined = self._hear(rank, pipe, JOIN_S)
             if joined.refused and refused is None:
                 refused = ConfigError(joined.refused)
         if refused is not None:
@@ -161,8 +161,11 @@ class Group:
         except OSError as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
 
-    def _hear(self, rank: int, pipe: Pipe) -> Any:
+    def _hear(self, rank: int, pipe: Pipe, within_s: float = LOST_S) -> Any:
+        """A rank's answer to what this rank has done too."""
         try:
+            if not pipe.poll(within_s):
+                raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
             return pipe.recv()
         except (EOFError, OSError) as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error

@@ -36,7 +36,8 @@ def numel_of(spec: RunSpec) -> int | None:
     if spec.model.path:
         return None
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _from_sizes(spec).parameters())
+        model: nn.Module = _from_sizes(spec)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def init_digest(flat: Tensor) -> str:

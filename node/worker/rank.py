@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from peerloom.node.worker.main import guarded, import_libraries, prepare_process
-from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.errors import PeerloomError
 
 
 def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
@@ -28,13 +28,13 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             return
         answer: object = None
         if isinstance(message, Join):
-            mesh = join(message.place)
             spec = message.setup.spec
             try:
-                shard = Shard(build_model(spec), spec.train, mesh, message.place.device)
+                model = build_model(spec)  # before the ranks meet: from there on each waits for the slowest
+                shard = Shard(model, spec.train, join(message.place), message.place.device)
                 answer = Joined()
-            except ConfigError as error:
-                answer = Joined(str(error))  # rank 0 has the same
+            except PeerloomError as error:
+                answer = Joined(str(error))
         elif shard is None:
             raise RuntimeError(f"rank 0 said {type(message).__name__} before there was a shard")
         elif isinstance(message, MapBlock):

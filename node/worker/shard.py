@@ -71,6 +71,7 @@ def join(place: Place) -> DeviceMesh:
     """Meets the other ranks of the node, over gloo on the CPU and NCCL on GPUs, on this machine's own loopback."""
     device, world_size = place.device, len(place.devices)
     if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # else making a mesh chooses a device by the rank
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (place.threads or torch.get_num_threads()) // world_size))

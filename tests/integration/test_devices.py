@@ -35,8 +35,7 @@ def test_two_devices_gossip_with_one_lose_a_rank_and_become_one(swarm: Swarm) ->
     two.wait_for("rounds of the new group", lambda: len(two.rounds()) > before + 3)
     assert len(ranks_of(two)) == 1 and not rank.is_running()
     assert_no_batch_repeated(two)
-    told = [record["message"] for record in two.messages() if "starting it again" in record["message"]]
-    assert len(told) == 1 and "rank 1" in told[0]
+    assert any("rank 1" in record["message"] and "again" in record["message"] for record in two.messages())
     assert row_of(swarm, "two")["started_at"] == rows[1]["started_at"]  # the daemon never left
 
     assert two.end() == OK
