@@ -76,7 +76,9 @@ class Group:
     def shard(self, model: nn.Module) -> None:
         """Shards the model over all ranks, which have built it too; raises ConfigError before a weight is touched."""
         place = self._place(0)
+        self._threads = torch.get_num_threads()
         mesh = join(place)
+        self._threads_in_step = torch.get_num_threads()
         refused: ConfigError | None = None
         try:
             self._shard = Shard(model, self._setup.spec.train, mesh, place.device)
@@ -96,14 +98,16 @@ class Group:
         own = self._shard.map(memory_fd, layout)
         self._held: list[tuple[Held, ...]] = [own]
         self._held += [self._hear(rank, pipe) for rank, pipe in enumerate(self._pipes, 1)]
-        self.publish()
+        self._all("publish")
 
     def publish(self) -> None:
         """Brings the parameters of all ranks into the block, flat, in the order of a node with one device."""
         self._all("publish")
+        torch.set_num_threads(self._threads)  # the other ranks are idle until pull()
 
     def pull(self) -> None:
         """Takes the parameters of all ranks from the block."""
+        torch.set_num_threads(self._threads_in_step)
         self._all("pull")
 
     def seed(self, value: int) -> None:
