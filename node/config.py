@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
+from peerloom.node.devices import ALLOWED, parse_devices
 from peerloom.node.folders import Folders
 from peerloom.node.http_endpoint import DEFAULT as DEFAULT_HTTP
 from peerloom.node.http_endpoint import parse_endpoint
@@ -97,6 +98,9 @@ class NodeConfig(BaseSettings):
         True, "ask the home router for a port (UPnP, NAT-PMP) when listening on 0.0.0.0 or ::", "true or false"
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
+    devices: tuple[str, ...] = _setting(
+        (), "several devices that share the model between them, instead of device; empty: one", ALLOWED
+    )
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
     )
@@ -171,7 +175,7 @@ class NodeConfig(BaseSettings):
             raise ValueError(value)
         return value
 
-    @field_validator("listen", "announce", "allow", "seeds", mode="before")
+    @field_validator("listen", "announce", "allow", "seeds", "devices", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """One text stands for a list with commas, wherever it comes from."""
@@ -202,6 +206,11 @@ class NodeConfig(BaseSettings):
     def _check_http(cls, value: str) -> str:
         parse_endpoint(value)
         return value
+
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return parse_devices(value)
 
     @field_validator("max_upload", "max_download", "relay_rate", "relay_pair_rate")
     @classmethod

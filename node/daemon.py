@@ -19,6 +19,7 @@ from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
+from peerloom.node.devices import check_devices
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.durable import storage_errors
 from peerloom.node.facts import LONELY, Facts
@@ -62,18 +63,19 @@ class NodeInfo:
 
 
 class Workers:
-    """Makes the worker processes of a node; the first is launched early, to import while the node finds its swarm."""
+    """Makes the workers of a node, of a process a device; the first is launched early, to import meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._early: WorkerProcess | None = None
 
     def launch(self) -> None:
         """Starts the first worker now."""
-        self._early = WorkerProcess()
+        self._early = WorkerProcess(self._ranks)
         self._early.launch()
 
     def __call__(self) -> WorkerPort:
-        worker, self._early = self._early or WorkerProcess(), None
+        worker, self._early = self._early or WorkerProcess(self._ranks), None
         return worker
 
     async def stop(self) -> None:
@@ -130,7 +132,7 @@ async def _run_node(
         ports = RememberedPorts(folders.ports_file)
         grpc_port = ports.choose("grpc", config.listen[0], config.grpc_port)
         log_context = logs.bind(run="", peer=identity.peer_id)
-        workers = Workers()
+        workers = Workers(max(1, len(config.devices)))
         if role == "trainer":
             workers.launch()
         stack.push_async_callback(workers.stop)
@@ -140,6 +142,8 @@ async def _run_node(
         phases.mark("DHT")
         signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
+        if role == "trainer":
+            check_devices(run_spec, config.devices)
         discovery.join_run(run_spec.run_id)
         log_context.run = run_spec.run_id
         phases.mark("run spec")
@@ -202,7 +206,8 @@ async def _run_node(
                 run_dir=run_dir,
                 cache_dir=folders.cache,
                 data_source=data_source,
-                device=config.device,
+                device=config.devices[0] if len(config.devices) == 1 else config.device,
+                devices=config.devices if len(config.devices) > 1 else (),
                 threads=config.threads,
                 stage=config.stage,
                 checkpoint_every_s=config.checkpoint_every_s,

@@ -161,6 +161,7 @@ class WorkerSetup:
     data_source: str = ""  # instead of spec.data.source, which it does not change; "": as the spec says
     keep_checkpoints: int = 3  # the newest ones
     device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
+    devices: tuple[str, ...] = ()  # of a node that shards its model, one a rank, instead of `device`
     threads: int = 0  # torch CPU threads; 0: torch's own choice
     stage: int = 0  # of a pipeline
 

@@ -118,6 +118,7 @@ class Trainer:
             data_source=settings.data_source,
             keep_checkpoints=settings.keep_checkpoints,
             device=settings.device,
+            devices=settings.devices,
             threads=settings.threads,
         )
 

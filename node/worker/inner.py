@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,30 @@ from torch import Tensor, nn
 
 from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.protocol.runspec import TrainSpec
+
+
+class Inner(Protocol):
+    """What trains the model's parameters: on one device (`InnerLoop`), or on several (`group.Group`)."""
+
+    def step(self, windows: Tensor, rate: float) -> Tensor:
+        """One optimizer step; the batch's mean loss, detached."""
+        ...
+
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss in nats a token."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets the moments."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by "what/parameter", on the CPU."""
+        ...
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes up what `state` gave; raises ValueError."""
+        ...
 
 
 class InnerLoop:
@@ -120,7 +144,7 @@ class InnerLoop:
         for name, parameter in self._named:
             found = {key.split("/", 1)[0]: value for key, value in state.items() if key.split("/", 1)[1] == name}
             for what, value in found.items():
-                fits = _state_shape(what, parameter)
+                fits = state_shape(what, parameter.shape)
                 if value.dim() and value.shape != fits:
                     raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
                 where = None if what == "step" and self._device.type == "cpu" else self._device
@@ -141,10 +165,10 @@ def _basis_rotated(hidden: Sequence[Tensor], others: list[dict[str, Any]], train
     )
 
 
-def _state_shape(what: str, parameter: Tensor) -> torch.Size:
+def state_shape(what: str, shape: torch.Size) -> torch.Size:
     """Of a tensor of the optimizer's state: a basis and its covariance are square, the rest are as their parameter."""
     side = {"left": 0, "right": 1}.get(what.split("_", 1)[0])
-    return parameter.shape if side is None else torch.Size((parameter.shape[side],) * 2)
+    return shape if side is None else torch.Size((shape[side],) * 2)
 
 
 def _hidden_matrices(model: nn.Module) -> set[str]:
