@@ -31,13 +31,15 @@ from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
 from peerloom.node.reaching import Reaching, desk_limits
-from peerloom.node.seams import FIRST_STEP, WorkerPort
+from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
+from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker.seedflow_port import SeedflowProcess
 from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.runspec import RunSpec
@@ -58,19 +60,23 @@ class NodeInfo:
 
 
 class Workers:
-    """Makes the worker processes of a node; the first is launched early, to import while the node finds its swarm."""
+    """Makes the worker processes of a node; the first is launched early, to import while the node finds its swarm.
+
+    `method` decides what they can be asked, and is set before the first call.
+    """
 
     def __init__(self) -> None:
-        self._early: WorkerProcess | None = None
+        self._early: WorkerCalls | None = None
+        self.method = ""
 
     def launch(self) -> None:
         """Starts the first worker now."""
-        self._early = WorkerProcess()
+        self._early = WorkerCalls()
         self._early.launch()
 
-    def __call__(self) -> WorkerPort:
-        worker, self._early = self._early or WorkerProcess(), None
-        return worker
+    def __call__(self) -> WorkerPort | SeedflowPort:
+        early, self._early = self._early, None
+        return SeedflowProcess(early) if self.method == "seedflow" else WorkerProcess(early)
 
     async def stop(self) -> None:
         """Ends the early worker if nobody took it."""
@@ -135,6 +141,7 @@ async def _run_node(
         phases.mark("DHT")
         signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
+        workers.method = run_spec.method
         discovery.join_run(run_spec.run_id)
         log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
         phases.mark("run spec")
