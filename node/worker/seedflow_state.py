@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -16,7 +17,7 @@ from peerloom.node.durable import replace_file, storage_errors
 from peerloom.node.worker.model import layout_digest
 from peerloom.optim.subcge import SubCGE
 from peerloom.optim.subcge_targets import Target, targets_of
-from peerloom.protocol.errors import CheckpointError, MalformedMessage, SpecError
+from peerloom.protocol.errors import CheckpointError, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import PeerId
@@ -124,6 +125,21 @@ def write(run_dir: Path, flow: SubCGE, about: dict[str, object]) -> Path:
     return path
 
 
+def restored(model: nn.Module, spec: RunSpec, about: Mapping[str, object], sums: Mapping[str, Tensor]) -> nn.Module:
+    """The base model with what read() found in it; raises RunMismatch for another base, CheckpointError for damage."""
+    if base_digest(model) != about.get("init_digest"):
+        raise RunMismatch("the base model is another one now than when the sums were made; put the former one back")
+    base = {target.name: target.parameter.detach().clone() for target in trainable(model, spec)}
+    flow = open_flow(model.requires_grad_(False), spec, base, None)
+    try:
+        flow.load_state(sums)
+    except ValueError as error:
+        raise CheckpointError(f"the sums are damaged ({error}); take them from another node") from error
+    if flow.state_hash().hex() != about.get("state_hash"):
+        raise CheckpointError("the sums are damaged: their hash is not the one written with them")
+    return model
+
+
 def read(run_dir: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     """What write() was told, and the sums; raises CheckpointError where there are none or they are damaged."""
     path = run_dir / FILE
@@ -132,6 +148,8 @@ def read(run_dir: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["about"])
+            if not isinstance(about, dict) or not isinstance(about.get("step"), int):
+                raise ValueError("it does not say of which step it is")
             return about, {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"the sums {path} are damaged ({error}); take them from another node") from error

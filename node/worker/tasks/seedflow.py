@@ -193,7 +193,10 @@ class SeedflowTask:
     def save(self, step: int) -> Path:
         """Writes the sums: with the base model they are the model. Raises StorageError."""
         about: dict[str, object] = {
-            "step": step, "spec_hash": self._spec.spec_hash(), "init_digest": self._init_digest
+            "step": step,
+            "messages": sum(self._flow.state.counts.values()),
+            "spec_hash": self._spec.spec_hash(),
+            "init_digest": self._init_digest,
         }
         return states.write(self._setup.run_dir, self._flow, about)
 
