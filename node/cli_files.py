@@ -76,7 +76,7 @@ def _tell(written: Exported, out: Path) -> None:
     for note in written.notes:
         print(f"peer: {note}", file=sys.stderr)
     opener = f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
-    print(f"wrote round {written.round} (step {written.step}) to {out}; open it with {opener}")
+    print(f"wrote round {written.round} to {out}; open it with {opener}")
 
 
 def _only_run(folders: Folders) -> Path:

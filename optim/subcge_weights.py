@@ -98,6 +98,8 @@ class Weights:
 
     def _fold(self, end: int) -> None:
         """Brings the periods below `end` into the anchor: appends them, or begins from the base if some came late."""
+        if self.late:
+            self._anchored = False  # what is folded may be less than before: a period may be gone
         source, start = (self._base, 0) if self.late else (self._source(), self._folded)
         folding = [period for period in sorted(self._state.sums) if start <= period < end]
         if folding:
