@@ -20,7 +20,8 @@ from peerloom.node.config import load_config
 from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, run_demo
 from peerloom.node.failures import OK, UNEXPECTED
 from peerloom.node.specs import demo_spec
-from peerloom.node.status import render, rows_of, summary, totals_of
+from peerloom.node.status import rows_of, totals_of
+from peerloom.node.status_table import render, summary
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus

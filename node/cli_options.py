@@ -93,8 +93,11 @@ def _node(
     max_download: Annotated[
         int | None, typer.Option(help="Bytes a second received from peers at most; 0: no cap.", rich_help_panel=_NODE)
     ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Local port of /metrics and /healthz.", rich_help_panel=_NODE)
+    http: Annotated[
+        str | None, typer.Option(help="IP:PORT of the page, /metrics and /healthz; none: off.", rich_help_panel=_NODE)
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write TensorBoard event files there.", rich_help_panel=_NODE)
     ] = None,
     trust_paths: Annotated[
         bool | None,

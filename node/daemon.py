@@ -22,12 +22,15 @@ from peerloom.node.context import Context, NodeSettings
 from peerloom.node.devices import check_devices
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.durable import storage_errors
-from peerloom.node.facts import Facts
+from peerloom.node.facts import LONELY, Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.http_endpoint import parse_endpoint
+from peerloom.node.http_feed import SwarmFeed
+from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
-from peerloom.node.journal import Journal
-from peerloom.node.metrics import MetricsServer
+from peerloom.node.journal import JOURNAL, Journal
+from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
@@ -35,6 +38,7 @@ from peerloom.node.reaching import Reaching, desk_limits
 from peerloom.node.seams import FIRST_STEP, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
+from peerloom.node.tensorboard import TensorBoard
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
@@ -127,6 +131,7 @@ async def _run_node(
         stack.enter_context(lock_identity(folders.identity_file))
         ports = RememberedPorts(folders.ports_file)
         grpc_port = ports.choose("grpc", config.listen[0], config.grpc_port)
+        log_context = logs.bind(run="", peer=identity.peer_id)
         workers = Workers(max(1, len(config.devices)))
         if role == "trainer":
             workers.launch()
@@ -140,7 +145,7 @@ async def _run_node(
         if role == "trainer":
             check_devices(run_spec, config.devices)
         discovery.join_run(run_spec.run_id)
-        log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
+        log_context.run = run_spec.run_id
         phases.mark("run spec")
         foreign = spec is None and signed.owner != identity.peer_id
         data_source = consented_source(config, run_spec) if foreign and role == "trainer" else config.data
@@ -184,10 +189,6 @@ async def _run_node(
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
         )
-        if config.metrics_port is not None:
-            metrics = MetricsServer(config.metrics_port, facts.status)
-            stack.callback(metrics.stop)
-            log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await discovery.attach(reaching.tunnels.attach)
         driver = reaching.driver(transport, view, facts, discovery)
@@ -198,6 +199,7 @@ async def _run_node(
             ports.remember("grpc", port)
             on_joinable(NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites))
 
+        await _serve_http(config, run_spec, facts, view, clock, stack)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
@@ -220,7 +222,7 @@ async def _run_node(
             transport=transport,
             view=view,
             phases=phases,
-            journal=Journal(run_dir / "metrics.jsonl", clock.wall),
+            journal=_journal(config, run_dir, clock, stack),
             progress=_progress(facts, on_status),
             joinable=joinable,
             sign=identity.sign,
@@ -247,6 +249,28 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
         running.cancel()
         closed.cancel()
         await asyncio.gather(running, closed, return_exceptions=True)
+
+
+async def _serve_http(
+    config: NodeConfig, spec: RunSpec, facts: Facts, view: SwarmView, clock: SystemClock, stack: AsyncExitStack
+) -> None:
+    """The page, metrics and health, unless `--http none`."""
+    endpoint = parse_endpoint(config.http)
+    if endpoint is None:
+        return
+    feed = SwarmFeed(spec, facts.status, view.records, view.left, clock.wall)
+    metrics = exposition(facts.status, feed.totals)
+    server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
+    stack.push_async_callback(server.stop)
+    log.info("page, metrics and health on %s", server.url)
+
+
+def _journal(config: NodeConfig, run_dir: Path, clock: SystemClock, stack: AsyncExitStack) -> Journal:
+    if config.tensorboard is None:
+        return Journal(run_dir / JOURNAL, clock.wall)
+    curves = TensorBoard(config.tensorboard)
+    stack.callback(curves.close)
+    return Journal(run_dir / JOURNAL, clock.wall, curves.take)
 
 
 def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:
@@ -318,6 +342,13 @@ def _progress(facts: Facts, on_status: Callable[[NodeStatus], None]) -> Callable
     return progress
 
 
+def _lasting(facts: Facts) -> str:
+    """What goes wrong round after round, without the numbers that would make each time a new sentence."""
+    if facts.warning:
+        return facts.warning
+    return f"it meets nobody: {facts.alone_because}" if facts.alone >= LONELY and facts.alone_because else ""
+
+
 def _tell_changes(
     facts: Facts,
     log_context: logs.LogContext,
@@ -331,6 +362,7 @@ def _tell_changes(
 
     def changed() -> None:
         log_context.round = facts.round if facts.role == "trainer" else None
+        logs.log_if_changed(log, "warning", _lasting(facts), logging.WARNING)
         view.tell()
         on_status(facts.status())
         if pending and (facts.state == "serving" or phases.has(FIRST_STEP)):

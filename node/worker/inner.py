@@ -42,9 +42,10 @@ class InnerLoop:
 
     AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
     the hidden matrices, and AdamW keeps embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all,
-    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases. On
-    CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the parameters have their final
-    memory.
+    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases.
+    Gradients are clipped by their norm over `model`; with "basis_rotated" the hidden matrices and the rest each by
+    their own, as the code of arXiv 2602.03515 does. On CUDA the forward pass runs under bf16 autocast over fp32
+    weights. Create it after the parameters have their final memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:
@@ -92,11 +93,17 @@ class InnerLoop:
             _set_rate(self._adam, rate)
         if self._muon is not None:
             _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
-        if self._train.clip_norm:
-            nn.utils.clip_grad_norm_(self._parameters, self._train.clip_norm)
+        for part in self._clipped_together() if self._train.clip_norm else ():
+            nn.utils.clip_grad_norm_(part, self._train.clip_norm)
         for optimizer in self._optimizers():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def _clipped_together(self) -> list[list[nn.Parameter]]:
+        if self._train.optimizer != "basis_rotated":
+            return [self._parameters]
+        hidden = [parameter for name, parameter in self._named if name in self._hidden]
+        return [hidden, [parameter for name, parameter in self._named if name not in self._hidden]]
 
     def evaluate(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats a token, in eval mode, without a trace on the state."""

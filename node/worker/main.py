@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from peerloom.node.seams import STEPS
 from peerloom.node.worker import messages
 from peerloom.protocol.errors import PeerloomError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from peerloom.node.worker.tasks import Task
 
 PR_SET_PDEATHSIG = 1
+TELL_STEPS_S = 1.0
 LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
 
 
@@ -50,6 +52,7 @@ class Worker:
         self._task: Task | None = None
         self._over = False
         self._interrupted = -1  # the round whose local steps are to end
+        self._steps, self._told_at = 0, 0.0
 
     def run(self) -> None:
         """Obeys until the end; raises what a command raised unless it is the user's to mend."""
@@ -93,7 +96,8 @@ class Worker:
         self._pipe.send(messages.Progress(what, share))
 
     def interrupted(self, round: int) -> bool:
-        """Whether to end the local steps of `round` now; commands but a Finish that is due wait for their turn."""
+        """Whether to end the local steps of `round`; commands but a Finish that is due wait. Asked after each step."""
+        self._tell_steps()
         while self._pipe.poll():
             self.wait()
         return self._interrupted == round
@@ -110,6 +114,15 @@ class Worker:
                 self._answer(request)
             case _:
                 self._waiting.append(request)
+
+
+    def _tell_steps(self) -> None:
+        """Lets the daemon see that steps are taken: it cannot tell a long round from a frozen process."""
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._told_at >= TELL_STEPS_S:
+            self._told_at = now
+            self._progress(STEPS, float(self._steps))
 
 
 def die_with(parent_pid: int) -> None:

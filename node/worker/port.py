@@ -94,10 +94,10 @@ class WorkerProcess:
         log.info("worker started: %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items()))
         return started.ready
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Runs the fragment's local steps of `round`; raises StorageError when the batch cursor cannot be kept."""
         self._round = round
-        return await self._call(messages.Train(round, fragment), RoundTrained)
+        return await self._call(messages.Train(round, fragment, linger_s), RoundTrained)
 
     async def ask(self, command: messages.Command, answer: type[Answer]) -> Answer:
         """Carries out a command of the spec's method."""

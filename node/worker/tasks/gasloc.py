@@ -221,8 +221,8 @@ class GaslocTask:
     def obey(self, command: messages.Command, between: Between) -> object:
         """Carries out one command; `between` is called between local steps."""
         match command:
-            case messages.Train(round, fragment):
-                return self.train(round, lambda: between.interrupted(round), fragment, between.wait)
+            case messages.Train(round, fragment, linger_s):
+                return self.train(round, lambda: between.interrupted(round), fragment, between.wait, linger_s)
             case messages.Take(fragment, weight, pieces, replace):
                 return self.take(fragment, weight, pieces, replace)
             case messages.Settle(fragment):
@@ -241,6 +241,7 @@ class GaslocTask:
         interrupted: Callable[[], bool],
         fragment: int = 0,
         wait: Callable[[], None] = lambda: None,
+        linger_s: float = 0.0,
     ) -> RoundTrained:
         """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.
 
@@ -262,7 +263,7 @@ class GaslocTask:
             self._method.start_round()
         self._seed(self._dropout_seed(first))
         losses: list[Tensor] = []
-        while another_step(len(losses), self._clock() - started, spec, fragment):
+        while another_step(len(losses), self._clock() - started, spec, fragment, linger_s):
             if not may_go_on(len(losses), self._clock() - started, spec):
                 started += self._until_finished(wait)
             if first + len(losses) == self._cursor.next:
