@@ -56,7 +56,9 @@ def demo(
     flags: Flags,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Trainers to start.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.05, help="How long it runs, start included.")] = 3.0,
-    method: Annotated[str, typer.Option(help="How the nodes learn from each other: gasloc or pipeline.")] = "gasloc",
+    method: Annotated[
+        str, typer.Option(help="How the nodes learn from each other: gasloc, seedflow or pipeline.")
+    ] = "gasloc",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
 ) -> int:
     """Run a real swarm of local processes and watch it learn."""

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from peerloom.node.config import load_config
-from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, run_demo
+from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, available_cores, run_demo
+from peerloom.node.demo_seedflow import make_run
 from peerloom.node.failures import OK, UNEXPECTED
 from peerloom.node.specs import demo_spec
 from peerloom.node.status import rows_of, totals_of
@@ -26,8 +27,12 @@ from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
 
-METHODS = ("gasloc", "pipeline")
-SAID = {"gasloc": "trained, exchanged with one another and agree", "pipeline": "trained one model, a stage each"}
+METHODS = ("gasloc", "seedflow", "pipeline")
+SAID = {
+    "gasloc": "trained, exchanged with one another and agree",
+    "seedflow": "fine-tuned one model and hold it, bit for bit",
+    "pipeline": "trained one model, a stage each",
+}
 WATCH_S = 1.0
 LINE_EVERY_S = 10.0  # where there is no terminal to redraw
 
@@ -39,9 +44,17 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
     folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
     console = Console()
     try:
-        spec = demo_spec(method, nodes)
+        began = time.monotonic()
+        spec = _seedflow_run(folder, nodes, seconds, console) if method == "seedflow" else demo_spec(method, nodes)
         (folder / "run.toml").write_text(spec.canonical())
-        plan = DemoPlan(folder=folder, nodes=nodes, seconds=seconds, method=method, run_file=folder / "run.toml")
+        plan = DemoPlan(
+            folder=folder,
+            nodes=nodes,
+            seconds=max(1.0, seconds - (time.monotonic() - began)),
+            method=method,
+            run_file=folder / "run.toml",
+            steps=spec.seedflow.max_steps,
+        )
         outcome = asyncio.run(_run(plan, spec, console))
     finally:
         if keep:
@@ -52,6 +65,18 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
         json_file.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
     _report(outcome, console)
     return OK if outcome.interrupted or not outcome.failures else UNEXPECTED
+
+
+def _seedflow_run(folder: Path, nodes: int, seconds: float, console: Console) -> RunSpec:
+    """The run over a base model that is made first."""
+    console.print("Making a base model: a small Llama learns the source of Python's standard library, alone.")
+    spec, made = asyncio.run(make_run(folder, nodes, seconds, available_cores()))
+    console.print(
+        f"It took {made['steps']} steps in {made['seconds']:.0f} s, to a loss of {made['loss']:.2f} nats a byte. Each "
+        f"node now takes {spec.seedflow.max_steps} SeedFlow steps on other source files, in capital letters.",
+        soft_wrap=True,
+    )
+    return spec
 
 
 async def _run(plan: DemoPlan, spec: RunSpec, console: Console) -> DemoOutcome:
@@ -127,15 +152,8 @@ class _Screen:
 def _report(outcome: DemoOutcome, console: Console) -> None:
     if outcome.tail:
         console.print(outcome.tail, markup=False, highlight=False, soft_wrap=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("node")
-    for heading in ("held-out loss", "rounds", "partners", "tokens"):
-        table.add_column(heading, justify="right")
-    for node in outcome.nodes:
-        loss = "" if node.loss is None else f"{node.loss:.3f}"
-        table.add_row(node.name, loss, str(node.rounds), str(node.partners), f"{node.tokens:,}")
-    console.print(table)
-    if outcome.spread is not None:
+    console.print(_seedflow_table(outcome) if outcome.seedflow else _table(outcome))
+    if outcome.spread is not None and not outcome.seedflow:
         console.print(f"Spread of loss between nodes: {outcome.spread:.3f} nats a byte")
     for name in outcome.killed:
         console.print(f"{name} was slow to stop and was killed", style="yellow")
@@ -145,3 +163,27 @@ def _report(outcome: DemoOutcome, console: Console) -> None:
         Console(stderr=True).print(f"peer: the demo failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.failures:
         console.print(f"All nodes {SAID.get(outcome.method, SAID['gasloc'])}.", style="green")
+
+
+def _seedflow_table(outcome: DemoOutcome) -> Table:
+    """The nodes' state hashes, one below the other."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("node")
+    for heading in ("steps", "messages", "held-out loss"):
+        table.add_column(heading, justify="right")
+    table.add_column("state hash", overflow="fold")
+    for node in outcome.seedflow:
+        before, after = (f"{loss:.3f}" if loss is not None else "?" for loss in (node.loss_before, node.loss_after))
+        table.add_row(node.name, str(node.steps), str(node.messages), f"{before} to {after}", node.state_hash)
+    return table
+
+
+def _table(outcome: DemoOutcome) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("node")
+    for heading in ("held-out loss", "rounds", "partners", "tokens"):
+        table.add_column(heading, justify="right")
+    for node in outcome.nodes:
+        loss = "" if node.loss is None else f"{node.loss:.3f}"
+        table.add_row(node.name, loss, str(node.rounds), str(node.partners), f"{node.tokens:,}")
+    return table

@@ -35,14 +35,16 @@ from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
 from peerloom.node.reaching import Reaching, desk_limits
-from peerloom.node.seams import FIRST_STEP, WorkerPort
+from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
 from peerloom.node.tensorboard import TensorBoard
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
+from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker.seedflow_port import SeedflowProcess
 from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.runspec import RunSpec
@@ -63,20 +65,24 @@ class NodeInfo:
 
 
 class Workers:
-    """Makes the workers of a node, of a process a device; the first is launched early, to import meanwhile."""
+    """Makes the workers of a node, of a process a device; the first is launched early, to import meanwhile.
+
+    `method` decides what they can be asked, and is set before the first call.
+    """
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
-        self._early: WorkerProcess | None = None
+        self._early: WorkerCalls | None = None
+        self.method = ""
 
     def launch(self) -> None:
         """Starts the first worker now."""
-        self._early = WorkerProcess(self._ranks)
+        self._early = WorkerCalls(ranks=self._ranks)
         self._early.launch()
 
-    def __call__(self) -> WorkerPort:
-        worker, self._early = self._early or WorkerProcess(self._ranks), None
-        return worker
+    def __call__(self) -> WorkerPort | SeedflowPort:
+        early, self._early = self._early, None
+        return SeedflowProcess(early) if self.method == "seedflow" else WorkerProcess(early, ranks=self._ranks)
 
     async def stop(self) -> None:
         """Ends the early worker if nobody took it."""
@@ -144,6 +150,7 @@ async def _run_node(
         run_spec = verify_spec(signed)
         if role == "trainer":
             check_devices(run_spec, config.devices)
+        workers.method = run_spec.method
         discovery.join_run(run_spec.run_id)
         log_context.run = run_spec.run_id
         phases.mark("run spec")

@@ -4,10 +4,13 @@ The JSON of `peer demo --json FILE`, schema 1; keys are only ever added. null wh
 
     {"schema": 1, "method": str, "minutes": float, "passed": bool, "failures": [str], "interrupted": bool,
      "spread": float | null,
-     "nodes": [{"name": str, "peer_id": str, "loss": float | null, "rounds": int, "partners": int, "tokens": int}]}
+     "nodes": [{"name": str, "peer_id": str, "loss": float | null, "rounds": int, "partners": int, "tokens": int}],
+     "seedflow": [{"name": str, "steps": int, "messages": int, "state_hash": str, "loss_before": float | null,
+                   "loss_after": float | null}]}
 
 `minutes` is how long it ran, `loss` the node's last held-out loss in nats a byte, `partners` the number of different
-peers it committed an exchange with, `spread` the largest loss minus the smallest.
+peers it committed an exchange with, `spread` the largest loss minus the smallest. `seedflow` is empty for other
+methods; the hash is that of the sums in the node's home.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from peerloom.node.children import Child, Children
+from peerloom.node.demo_seedflow import SeedflowFigures, agreed, faults_of, figures_of
 from peerloom.node.status import LastHeard
 from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.types import NodeStatus
@@ -45,6 +49,7 @@ class DemoPlan:
     seconds: float = 180.0  # counted from the demo's start
     method: str = "gasloc"
     run_file: Path | None = None  # None: the embedded run
+    steps: int = 0  # SeedFlow's of a node, after which the demo is over
     command: tuple[str, ...] = (sys.executable, "-m", "peerloom.node")
     stop_within_s: float = 10.0
 
@@ -86,6 +91,7 @@ class DemoOutcome:
     failures: list[str]
     killed: list[str] = field(default_factory=list)
     tail: str = ""
+    seedflow: list[SeedflowFigures] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The object that the module's docstring describes."""
@@ -98,6 +104,7 @@ class DemoOutcome:
             "interrupted": self.interrupted,
             "spread": self.spread,
             "nodes": [asdict(node) for node in self.nodes],
+            "seedflow": [asdict(node) for node in self.seedflow],
         }
 
 
@@ -127,6 +134,9 @@ async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asynci
         seconds, dead = clock() - started, children.ended()
         killed = await children.stop()
     figures, failures = judge(progress.statuses, plan.nodes, plan.method)
+    states = [figures_of(plan.folder / name) for name in plan.names] if plan.method == "seedflow" else []
+    if states:
+        failures = faults_of(states, plan.steps)
     if dead:
         failures = [f"{child.name} ended early with {child.how_it_ended()}" for child in dead]
     return DemoOutcome(
@@ -138,6 +148,7 @@ async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asynci
         failures=failures,
         killed=killed,
         tail="\n".join(child.tail() for child in dead),
+        seedflow=states,
     )
 
 
@@ -196,7 +207,7 @@ class _Progress:
 
 
 async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Progress) -> None:
-    """Starts a bootstrap node and the trainers, then follows them; runs until cancelled."""
+    """Starts a bootstrap node and the trainers, then follows them; runs until cancelled, or SeedFlow's are done."""
     _share_cache(plan)
     bootstrap = await children.start("bootstrap", _command(plan, "bootstrap", []))
     invites = await _invites(bootstrap)
@@ -207,6 +218,8 @@ async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Pro
     async for statuses in watch(invites):
         progress.statuses = view.observe(statuses)
         progress.show(progress.statuses)
+        if plan.method == "seedflow" and agreed(statuses, plan.nodes, plan.steps):
+            return
 
 
 def _share_cache(plan: DemoPlan) -> None:
@@ -244,6 +257,7 @@ def _command(plan: DemoPlan, name: str, invites: list[str]) -> list[str]:
         "--threads", str(plan.threads),
         "--http", "127.0.0.1:0" if name == "bootstrap" else "none",
         "--log-format", "json",
+        *(["--trust-paths"] if plan.method == "seedflow" and invites else []),  # the demo's own base model and text
     ]
 
 

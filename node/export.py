@@ -38,6 +38,8 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
     """
     if spec.method == "pipeline":
         return export_stages([run_dir], spec, out_dir, force=force)
+    if spec.method == "seedflow":
+        return _export_sums(run_dir, spec, out_dir, force)
     found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True)
     if found is None:
         why = "; ".join(notes) or "a node writes one as it trains and when it stops"
@@ -47,6 +49,22 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
     _check_target(out_dir, force)
     _put(out_dir, lambda folder: _write(found, spec, folder))
     return Exported(out_dir, found.meta.round, found.meta.step, tuple(notes))
+
+
+def _export_sums(run_dir: Path, spec: RunSpec, out_dir: Path, force: bool) -> Exported:
+    """As export(): the base model, as the spec names it, and the sums that the node wrote last."""
+    from peerloom.node.worker.model import build_model
+    from peerloom.node.worker.seedflow_state import read, restored
+
+    about, sums = read(run_dir)
+    if about.get("spec_hash") != spec.spec_hash():
+        raise RunMismatch(f"the sums in {run_dir} belong to another run; export with that run's spec")
+    _check_target(out_dir, force)
+    model = restored(build_model(spec), spec, about, sums)
+    _put(out_dir, lambda folder: _save_model(model, spec, folder))
+    step = about["step"]
+    assert isinstance(step, int)  # ours: checked by read()
+    return Exported(out_dir, step // spec.seedflow.flush_steps, step, ())
 
 
 def export_stages(run_dirs: list[Path], spec: RunSpec, out_dir: Path, *, force: bool = False) -> Exported:
@@ -95,19 +113,25 @@ def _follow_umask(folder: Path) -> None:
 
 
 def _write(found: checkpoint.Checkpoint, spec: RunSpec, folder: Path) -> None:
-    from transformers.utils.logging import disable_progress_bar
-
     from peerloom.node.worker.model import build_model, layout_digest
-    from peerloom.node.worker.tokenizer import HuggingFaceTokenizer, save_byte_tokenizer
     from peerloom.optim.flat import FlatParameters
 
-    disable_progress_bar()
     model: Any = build_model(spec)
     flat = FlatParameters(model.named_parameters())
     if layout_digest(flat.layout()) != found.meta.layout_digest:
         made_with = found.meta.versions.get("transformers", "another version")
         raise RunMismatch(f"this transformers builds the model otherwise than the one that trained it ({made_with})")
     flat.copy_in(found.theta)
+    _save_model(model, spec, folder)
+
+
+def _save_model(model: Any, spec: RunSpec, folder: Path) -> None:
+    """Model, configuration and tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from peerloom.node.worker.tokenizer import HuggingFaceTokenizer, save_byte_tokenizer
+
+    disable_progress_bar()
     model.config.use_cache = True  # off while training
     model.save_pretrained(folder)
     if spec.data.tokenizer == "bytes":

@@ -143,7 +143,7 @@ class MemorySeedflow:
     async def evaluate(self) -> Evaluation:
         """A figure of the sums' size."""
         self._check()
-        return Evaluation(loss=1.0 + len(self._sums) % 7 / 10, accuracy=0.5)
+        return Evaluation(loss=1.0 + sum(map(bool, self._sums.values())) % 7 / 10, accuracy=0.5)
 
     async def save(self, step: int) -> Path:
         """Counts."""

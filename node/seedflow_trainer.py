@@ -292,7 +292,7 @@ class SeedflowTrainer:
     async def _stay(self, driver: FloodDriver) -> None:
         """Its own steps are taken: goes on relaying and applying until the others are done too, and all is quiet."""
         self._facts.enter("training", "its steps are taken; it passes on what others send until they are done")
-        quiet_since, total = self._clock.monotonic(), self._machine.total()
+        quiet_since, total, evaluated = self._clock.monotonic(), self._machine.total(), -1
         while not self._context.draining.is_set():
             await self._sync(driver)
             now = self._clock.monotonic()
@@ -302,8 +302,12 @@ class SeedflowTrainer:
                 await self._hash()
             others = swarm_peers(self._context)
             busy = any(record.state == "training" and record.step < self._spec.max_steps for record in others)
-            if now - quiet_since >= (QUIET_S if others else 0.0) and not busy and not self._machine.behind():
-                return
+            if not busy and not self._machine.behind():
+                if now - quiet_since >= (QUIET_S if others else 0.0):
+                    return
+                if now - quiet_since >= LOOK_S and evaluated != total:
+                    await self._evaluate(driver)
+                    evaluated = total
             await self._wait(driver, LOOK_S)
 
     # agreement of worker and machine

@@ -34,6 +34,8 @@ def embedded_spec() -> RunSpec:
 def demo_spec(method: str, nodes: int) -> RunSpec:
     """The embedded run for a method and a number of nodes; raises SpecError for a method that is none."""
     plain = embedded_spec()
+    if method == "seedflow":
+        return _seedflow_demo(plain, nodes)
     if method != "pipeline":
         return replace(plain, method=method)  # type: ignore[arg-type]  # check() says if it is none
     return replace(
@@ -43,6 +45,27 @@ def demo_spec(method: str, nodes: int) -> RunSpec:
         model=replace(plain.model, layers=max(plain.model.layers, nodes)),
         train=replace(plain.train, optimizer="basis_rotated"),
         pipeline=replace(plain.pipeline, stages=nodes),
+    )
+
+
+def _seedflow_demo(plain: RunSpec, nodes: int) -> RunSpec:
+    """Fine-tunes the upper half of a smaller model; where it lies, and the text, is for the demo to fill in."""
+    return replace(
+        plain,
+        name="stdlib-seedflow",
+        method="seedflow",
+        model=replace(plain.model, hidden_size=64, intermediate_size=176),
+        data=replace(plain.data, sequence_length=64),
+        train=replace(plain.train, batch_size=4, eval_batches=16),
+        seedflow=replace(
+            plain.seedflow,
+            rank=16,
+            learning_rate=0.02,
+            clients=nodes,
+            trainable=r"layers\.1\.|norm",
+            max_steps=300,
+            eval_every_steps=50,
+        ),
     )
 
 

@@ -11,7 +11,8 @@ How a node uses it, whatever carries the messages:
 
 `origin` is the sender's 64-bit key as a signed int (of a peer id: the first 8 bytes of its hash, say), `sequence`
 counts its messages from 0, `step` is its local step and decides the period, `scalar` is an int of at most `bound` in
-units of 2^-16. Repeats are for the caller to drop. Local steps between two `apply` calls are taken at equal weights.
+units of 2^-fraction_bits. Repeats are for the caller to drop. Local steps between two `apply` calls are taken at equal
+weights.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class SubCGE:
 
     W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
     `period` steps. `lr` is the weight of one message: for the mean over n nodes pass lr / n. `eps` is the two-point
-    estimate's. `bound` limits |scalar|. `base`: the tensors at step 0 by name, of any float dtype, by default copies
-    in memory; `anchor`: float32 tensors of the same shapes to write to, by default made when the first period ends.
-    Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters are rounded from the
-    float32 sum, never from themselves. With `hooks=False` every direction is added to the weights themselves and
-    restored from a copy; needed for a Linear or Embedding whose weight the model reads without calling the module.
-    `cached` is for how many periods factors are kept: a swarm whose nodes' steps differ works on several at once.
+    estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors at step 0 by name, of any
+    float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to write to, by default made
+    when the first period ends. Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters
+    are rounded from the float32 sum, never from themselves. With `hooks=False` every direction is added to the weights
+    themselves and restored from a copy; needed for a Linear or Embedding whose weight the model reads without calling
+    the module. `cached` is for how many periods factors are kept: a swarm whose nodes' steps differ works on several at
+    once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """
@@ -63,6 +65,7 @@ class SubCGE:
         anchor: Mapping[str, Tensor] | None = None,
         hooks: bool = True,
         cached: int = 3,
+        fraction_bits: int = FRACTION_BITS,
     ) -> None:
         if not (eps > 0 and math.isfinite(eps) and math.isfinite(lr)):
             raise ValueError(f"eps must be above 0 and lr finite, not {eps} and {lr}")
@@ -71,11 +74,12 @@ class SubCGE:
         self.run_seed = run_seed
         self.step = 0
         self._rank = rank
+        self._bits = fraction_bits
         self._length = period
         self._targets = targets_of(model, trainable, run_seed, hooks)
         self._keys = torch.tensor([target.key for target in self._targets], dtype=torch.int64)
         self.state = ExactState(self._keys.tolist(), rank, period, run_seed, bound)
-        self._weights = Weights(self._targets, self.state, rank, lr, base, anchor, cached)
+        self._weights = Weights(self._targets, self.state, rank, lr / 2**fraction_bits, base, anchor, cached)
         self._perturbed: Perturbation | None = None
 
     @property
@@ -135,12 +139,12 @@ class SubCGE:
             self._perturbed = None
 
     def estimate(self, loss_fn: LossFn, seed: int) -> int:
-        """(loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-16, clipped to the bound.
+        """(loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, clipped to the bound.
 
         `loss_fn` is called twice, without gradients and with the model in eval mode, and must use the same minibatch.
         Raises NotFinite.
         """
-        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound)
+        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits)
 
     def refresh(self) -> None:
         """Writes the weights of all that was absorbed; ends a perturbation."""
@@ -159,6 +163,11 @@ class SubCGE:
         """Adds the messages to the state, as `apply`, and leaves the weights to the next `refresh`."""
         self._weights.added(self.state.absorb(messages))
 
+    def retract(self, messages: Iterable[Sequence[int]]) -> None:
+        """Takes messages out again that were added before, and writes the weights; raises as `apply` does."""
+        self._weights.added({period: -sums for period, sums in self.state.retract(messages).items()})
+        self.refresh()
+
     @property
     def stale(self) -> bool:
         """Whether messages of a folded period are in the weights only as an addition on top; `rebuild` mends it."""
@@ -169,9 +178,12 @@ class SubCGE:
         self.restore()
         self._weights.rebuild()
 
-    def state_hash(self) -> bytes:
-        """32 bytes over run seed, tensors, every period's count and sums: equal sets of messages give equal ones."""
-        return self.state.hash()
+    def state_hash(self, without: Iterable[Sequence[int]] = ()) -> bytes:
+        """32 bytes over run seed, tensors, every period's count and sums: equal sets of messages give equal ones.
+
+        `without`: as it would be had these messages not been added.
+        """
+        return self.state.hash(without)
 
     def export_state(self) -> dict[str, Tensor]:
         """The int64 tensors a late joiner needs beside the base: see `ExactState.export`."""

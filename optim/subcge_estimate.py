@@ -10,8 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from peerloom.optim.subcge_state import FRACTION_BITS
-
 LossFn = Callable[[], Tensor | float]
 
 
@@ -27,8 +25,13 @@ class Perturbed(Protocol):
     def restore(self) -> None: ...
 
 
-def two_point(model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, eps: float, bound: int) -> int:
-    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-16, clipped to +-bound. Raises NotFinite."""
+def two_point(
+    model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, eps: float, bound: int, bits: int
+) -> int:
+    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound.
+
+    Raises NotFinite.
+    """
     losses = []
     with torch.no_grad(), evaluating(model):
         try:
@@ -41,7 +44,7 @@ def two_point(model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, ep
     if not (math.isfinite(plus) and math.isfinite(minus)):
         raise NotFinite(f"the loss is {plus} and {minus} at theta +- eps z; lower eps or the learning rate")
     slope = (plus - minus) / (2 * eps)
-    scalar: int = round(max(-bound, min(bound, slope * 2**FRACTION_BITS)))
+    scalar: int = round(max(-bound, min(bound, slope * 2**bits)))
     return scalar
 
 

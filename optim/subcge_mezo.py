@@ -58,7 +58,7 @@ class MeZO:
 
     def estimate(self, loss_fn: LossFn, seed: int) -> int:
         """As `SubCGE.estimate`."""
-        return two_point(self.model, self, loss_fn, seed, self.eps, self._bound)
+        return two_point(self.model, self, loss_fn, seed, self.eps, self._bound, FRACTION_BITS)
 
     def apply(self, messages: Iterable[Sequence[int]]) -> None:
         """Replays the messages one after the other."""

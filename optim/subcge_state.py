@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from peerloom.optim.subcge_random import coordinates, message_seeds
 
-FRACTION_BITS = 16  # of a scalar: a unit is 2^-16
+FRACTION_BITS = 16  # of a scalar, unless said otherwise: a unit is 2^-16
 SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
 _INT64_MAX = 2**63 - 1
 
@@ -21,7 +22,7 @@ class Message(NamedTuple):
     """One step of one node. Plain tuples in this order are taken as well.
 
     `origin`: the sender's 64-bit key, as an int in the range of int64; `sequence`: 0, 1, 2 … of this origin; `step`:
-    the local step, whose period (step // T) is the subspace the scalar belongs to; `scalar`: in units of 2^-16.
+    the local step, whose period (step // T) is the subspace the scalar belongs to; `scalar`: in fixed point.
     (origin, sequence) names the message: it fixes the direction, and who absorbs messages drops repeats by it.
     """
 
@@ -77,8 +78,32 @@ class ExactState:
             self._add(period, number, added[period])
         return added
 
-    def hash(self) -> bytes:
-        """32 bytes, SHA-256 over all periods in order: number, count and sums, little-endian."""
+    def retract(self, messages: Iterable[Sequence[int]]) -> dict[int, Tensor]:
+        """Takes out messages that were added before and returns what their sums were, by period.
+
+        The state is then as if they had never come. Raises ValueError, with nothing changed, for fields out of their
+        range and for more messages than a period has.
+        """
+        rows = self._checked(messages)
+        periods = rows[:, 2] // self._period
+        numbers = Counter(periods.tolist())
+        for period, number in numbers.items():
+            if number > self.counts.get(period, 0):
+                raise ValueError(f"period {period} has {self.counts.get(period, 0)} messages, fewer than {number}")
+        taken = {period: self._sum_of(rows[periods == period]) for period in numbers}
+        for period, number in numbers.items():
+            self._add(period, -number, -taken[period])
+            if not self.counts[period]:
+                del self.counts[period], self.sums[period]
+        return taken
+
+    def hash(self, without: Iterable[Sequence[int]] = ()) -> bytes:
+        """32 bytes, SHA-256 over all periods in order: number, count and sums, little-endian.
+
+        As if the messages `without`, which were added, had not been. Raises as `retract`.
+        """
+        if rows := list(without):
+            return self._without(rows).hash()
         total = hashlib.sha256(f"peerloom-subcge-1:{self._run_seed}:{self._period}:{self.shape}".encode())
         total.update(_little_endian(self._keys))
         for period in sorted(self.counts):
@@ -116,6 +141,15 @@ class ExactState:
         self.counts = dict(zip(order, counts.tolist(), strict=True))
         self.sums = {period: one.clone() for period, one in zip(order, sums, strict=True)}
         self._digests = {}
+
+    def _without(self, rows: list[Sequence[int]]) -> ExactState:
+        """A copy that lacks these messages; sums of the other periods are shared."""
+        other = copy(self)
+        touched = {row[2] // self._period for row in rows}
+        other.counts, other._digests = dict(self.counts), dict(self._digests)
+        other.sums = {period: sums.clone() if period in touched else sums for period, sums in self.sums.items()}
+        other.retract(rows)
+        return other
 
     def _checked(self, messages: Iterable[Sequence[int]]) -> Tensor:
         """(n, 4) int64."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from peerloom.optim.subcge_state import FRACTION_BITS, ExactState
+from peerloom.optim.subcge_state import ExactState
 from peerloom.optim.subcge_subspace import Subspace, folded_shape
 from peerloom.optim.subcge_targets import Target
 
 
 class Weights:
-    """Keeps parameters at base - lr sum_s U_s A_s V_s^T, summed in float32 in the order of s, then rounded.
+    """Keeps parameters at base - unit sum_s U_s A_s V_s^T, summed in float32 in the order of s, then rounded.
 
     Periods that are over are folded into `anchor`, the prefix of that sum, so that a refresh costs one product a
     tensor; what comes late for a folded period is added on top until `rebuild` sums all from the base again. But for
@@ -25,7 +25,7 @@ class Weights:
         targets: Sequence[Target],
         state: ExactState,
         rank: int,
-        lr: float,
+        unit: float,
         base: Mapping[str, Tensor] | None,
         anchor: Mapping[str, Tensor] | None,
         cached: int,
@@ -33,7 +33,7 @@ class Weights:
         self._targets = targets
         self._state = state
         self._rank = rank
-        self._weight = -lr / 2**FRACTION_BITS
+        self._weight = -unit
         self._base = _copies(targets) if base is None else base
         self._anchor = anchor
         self._folded = 0  # periods below are in the anchor
@@ -98,6 +98,8 @@ class Weights:
 
     def _fold(self, end: int) -> None:
         """Brings the periods below `end` into the anchor: appends them, or begins from the base if some came late."""
+        if self.late:
+            self._anchored = False  # what is folded may be less than before: a period may be gone
         source, start = (self._base, 0) if self.late else (self._source(), self._folded)
         folding = [period for period in sorted(self._state.sums) if start <= period < end]
         if folding:

@@ -116,8 +116,15 @@ class TrainSpec(Table):
             )
 
 
+class _Remembered:
+    """A place for a digest beside the fields: neither compared, nor copied by replace(), nor pickled."""
+
+    __slots__ = ("_spec_hash",)
+    _spec_hash: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec(Table):
+class RunSpec(Table, _Remembered):
     """A whole run."""
 
     name: str = text("stdlib-llama", "of the run, for people", slug=True)
@@ -188,8 +195,13 @@ class RunSpec(Table):
         return spec_toml.write(self, comments=True)
 
     def spec_hash(self) -> str:
-        """SHA-256 of the canonical text, hex."""
-        return hashlib.sha256(self.canonical().encode()).hexdigest()
+        """SHA-256 of the canonical text, hex; of one object it is made once."""
+        try:
+            return self._spec_hash
+        except AttributeError:
+            made = hashlib.sha256(self.canonical().encode()).hexdigest()
+            object.__setattr__(self, "_spec_hash", made)
+            return made
 
     @property
     def run_id(self) -> RunId:

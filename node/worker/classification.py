@@ -1,7 +1,7 @@
 """Classification by prompt: a text inside a template, and the label whose word the language model finds likeliest next.
 
-Examples come from a TSV file, `label<TAB>text` a line, or a JSONL file with the fields `label` and `text`; a label is
-the number of its word, from 0, or the word itself.
+Examples come from a TSV file, `label<TAB>text` a line or with a header that names the columns, or a JSONL file; a label
+is one of the spec's, or the number of its word, from 0, or the word itself.
 """
 
 from __future__ import annotations
@@ -60,19 +60,33 @@ class Batch:
         return Batch(*(tensor.to(device) for tensor in (self.ids, self.mask, self.positions, self.labels)))
 
 
-def read_examples(path: Path, words: Sequence[str]) -> list[Example]:
-    """All examples of a file in its order. Raises DataError that names file and line."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The names of what a row holds, in a TSV's header or as JSONL's fields."""
+
+    label: str = "label"
+    text: str = "text"
+
+
+DEFAULT_COLUMNS = Columns()
+
+
+def read_examples(
+    path: Path, words: Sequence[str], named: Sequence[str] = (), columns: Columns = DEFAULT_COLUMNS
+) -> list[Example]:
+    """All examples of a file in its order; `named` are the labels' own names. Raises DataError with file and line."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"the labelled data {path} is none of {', '.join(SUFFIXES)}; convert it")
     labels = {str(number): number for number in range(len(words))}
     labels |= {word.strip(): number for number, word in enumerate(words)}
+    labels |= {name.strip(): number for number, name in enumerate(named)}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"the labelled data {path} is not UTF-8 (byte {error.start + 1}); save it as UTF-8") from error
     except OSError as error:
         raise DataError(f"the labelled data {path} cannot be read: {error.strerror}") from error
-    examples = list(_examples(path, lines, labels))
+    examples = list(_examples(path, lines, labels, columns))
     if not examples:
         raise DataError(f"the labelled data {path} holds no example; add some, or point at another file")
     return examples
@@ -156,29 +170,38 @@ class PromptClassifier:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-def _examples(path: Path, lines: Sequence[str], labels: dict[str, int]) -> Iterator[Example]:
+def _examples(path: Path, lines: Sequence[str], labels: dict[str, int], columns: Columns) -> Iterator[Example]:
+    places = (0, 1)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        label, text = _tsv(line, where) if path.suffix == ".tsv" else _json(line, where)
+        if path.suffix == ".tsv":
+            header = line.rstrip("\r").split("\t") if number == 1 else []
+            if {columns.label, columns.text} <= set(header):
+                places = (header.index(columns.label), header.index(columns.text))
+                continue
+            label, text = _tsv(line, where, places)
+        else:
+            label, text = _json(line, where, columns)
         if label not in labels:
             raise DataError(f"{where}: the label {label!r} is none of {', '.join(labels)}")
         yield Example(text, labels[label])
 
 
-def _tsv(line: str, where: str) -> tuple[str, str]:
-    label, tab, text = line.rstrip("\r").partition("\t")
-    if not tab:
-        raise DataError(f"{where}: no tab; a line is label, tab, text")
-    return label.strip(), text
+def _tsv(line: str, where: str, places: tuple[int, int]) -> tuple[str, str]:
+    plain = places == (0, 1)  # a text in the last column may hold tabs
+    cells = line.rstrip("\r").split("\t", 1 if plain else -1)
+    if len(cells) <= max(places):
+        raise DataError(f"{where}: no tab; a line is label, tab, text" if plain else f"{where}: too few columns")
+    return cells[places[0]].strip(), cells[places[1]]
 
 
-def _json(line: str, where: str) -> tuple[str, str]:
+def _json(line: str, where: str, columns: Columns) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); JSONL holds one object a line") from error
-    if not isinstance(row, dict) or "label" not in row or not isinstance(row.get("text"), str):
-        raise DataError(f'{where}: an example is {{"label": …, "text": "…"}}')
-    return str(row["label"]).strip(), row["text"]
+    if not isinstance(row, dict) or columns.label not in row or not isinstance(row.get(columns.text), str):
+        raise DataError(f'{where}: an example is {{"{columns.label}": …, "{columns.text}": "…"}}')
+    return str(row[columns.label]).strip(), row[columns.text]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from peerloom.node.seams import WorkerReady, WorkerSetup
+from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.types import Span
 
@@ -28,7 +29,10 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End the local steps of `round` after the current one; of another round: too late, ignored. Has no reply."""
+    """End the local steps of `round`, or of SeedFlow's Steps of that number, after the current one. Has no reply.
+
+    Of another round: too late, ignored.
+    """
 
     round: int
 
@@ -115,8 +119,64 @@ class Ran:
     loss: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """SeedFlow's local steps, each applied at once; answered by StepsTaken. `number` is Interrupt's `round`."""
+
+    number: int
+    count: int
+    first_step: int
+    first_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Add messages to the sums; answered by None."""
+
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """Take messages out of the sums; answered by None."""
+
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HashState:
+    """Answered by 32 bytes over the sums, as they would be without these messages."""
+
+    without: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportState:
+    """Write the sums into the shared memory, from its start; answered by their length in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptState:
+    """Take the sums that lie in the shared memory, so many bytes, in place of all there are; answered by None."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Answered by Evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Write the sums to disk; answered by the file's Path."""
+
+    step: int
+
+
 Command = (
     Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop | Forward | Backward | Update | SaveStage
+    | Steps | Apply | Retract | HashState | ExportState | AdoptState | Evaluate | SaveState
 )
 
 
@@ -132,8 +192,8 @@ class Request:
 class Started:
     """The reply to Start; `phases` are the seconds of each phase of starting, in order."""
 
-    ready: WorkerReady
-    layout: BlockLayout
+    ready: WorkerReady | SeedflowReady
+    layout: BlockLayout | None  # of the shared memory; None: not mapped
     phases: dict[str, float] = field(default_factory=dict)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from peerloom.optim.subcge import MeZO, SubCGE
+from tests.benchmarks import seedflow_flood
 from tests.benchmarks.rows import Row, main, median
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, SMOLLM2, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed
@@ -43,6 +44,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """All rows of the mode."""
     torch.set_num_threads(1)
     rows = [*speed_rows(arguments.quick, 1 if arguments.quick else 5), memory_row(), *payload_rows()]
+    rows += seedflow_flood.rows(quick=arguments.quick)
     if not arguments.quick:
         rows += hop_rows(3 if arguments.full else 1)
     if arguments.full:
@@ -93,13 +95,13 @@ def memory_row() -> Row:
 
 
 def payload_rows() -> list[Row]:
-    """Bytes over an edge at the paper's setting, counted; other methods' at the same setting, computed."""
+    """Bytes over an edge at the paper's setting in a plain encoding of its own; other methods', computed."""
     found = flood(ring(CLIENTS), STEPS, FLUSH, scalar)
     if set(found.known) != {CLIENTS * STEPS}:
         raise RuntimeError("a client missed messages")
     worst = float(max(found.edges.values()))
     about = f"{CLIENTS} clients, ring, {STEPS} steps, a flush every {FLUSH}"
-    rows = [row("payload_bytes_per_edge", worst, "bytes", "the paper's SeedFlood", PAPER_BYTES, about)]
+    rows = [row("payload_plain_per_edge", worst, "bytes", "the paper's SeedFlood", PAPER_BYTES, about)]
     for sizes in (OPT_1_3B, SMOLLM2):
         for method, amount in first_order_bytes(sizes, STEPS // 10 // FLUSH).items():
             name = f"payload_{method.lower().replace('-', '_')}_{'opt' if sizes is OPT_1_3B else 'smollm2'}"

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from peerloom.node.devices import check_devices
-from peerloom.node.seams import WorkerReady, WorkerSetup
+from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
@@ -16,10 +16,14 @@ from peerloom.node.worker.memory import BlockLayout
 class Task(Protocol):
     """A node's training, driven command by command; `phases` holds the seconds of each phase of building it."""
 
-    layout: BlockLayout
     phases: dict[str, float]
 
-    def ready(self) -> WorkerReady:
+    @property
+    def layout(self) -> BlockLayout | None:
+        """Of the shared memory; None: the daemon maps none."""
+        ...
+
+    def ready(self) -> WorkerReady | SeedflowReady:
         """What start() answers."""
         ...
 
@@ -51,6 +55,10 @@ def open_task(
         from peerloom.node.worker.tasks.stage import StageTask
 
         return StageTask(setup, memory_fd, progress)
+    if setup.spec.method == "seedflow":
+        from peerloom.node.worker.tasks.seedflow import SeedflowTask
+
+        return SeedflowTask(setup, memory_fd, progress)
     from peerloom.node.worker.tasks.gasloc import GaslocTask  # one method's imports do not delay another's
 
     return GaslocTask(setup, memory_fd, progress)

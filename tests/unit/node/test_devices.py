@@ -282,7 +282,7 @@ async def test_a_node_may_change_its_number_of_devices(source: Path, tmp_path: P
             found = live_here(task(spec, home), 2)
         else:
             open_before = len(os.listdir("/proc/self/fd"))
-            worker = WorkerProcess(devices)
+            worker = WorkerProcess(ranks=devices)
             try:
                 found = await live(worker, on_cpus(setup(spec, home), devices), 2)
                 if devices == 3:

@@ -197,3 +197,41 @@ def test_time_does_not_run_backwards() -> None:
     node.advance(PERIOD)
     with pytest.raises(ValueError, match="earlier period"):
         node.advance(PERIOD - 1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(messages=MESSAGES, chance=st.randoms(use_true_random=False))
+def test_what_is_retracted_was_never_there(messages: list[Message], chance: random.Random) -> None:
+    gone = chance.sample(messages, len(messages) // 2)
+    kept = [message for message in messages if message not in gone]
+    model, other = tied(), tied()
+    node, plain = flow(model), flow(other)
+    node.advance(2 * PERIOD)
+    node.apply(messages)
+    plain.advance(2 * PERIOD)
+    plain.apply(kept)
+    assert node.state_hash(gone) == plain.state_hash() and node.state_hash() == node.state_hash([])
+    node.retract(gone)
+    node.rebuild()
+    plain.rebuild()
+    assert node.state_hash() == plain.state_hash()
+    assert equal(bits(model), bits(other))
+    with pytest.raises(ValueError, match="fewer than"):
+        node.retract([Message(0, 0, 3 * PERIOD, 1)] * 26)
+
+
+def test_a_folded_period_can_vanish_whole() -> None:
+    model, message = tied(), Message(1, 0, 0, 10**6)
+    before, node = bits(model), flow(model)
+    node.apply([message])
+    node.advance(PERIOD)
+    node.retract([message])
+    node.rebuild()
+    assert equal(bits(model), before) and node.state_hash() == flow(tied()).state_hash()
+
+
+def test_the_fixed_point_is_the_callers() -> None:
+    coarse, fine = tied(), tied()
+    flow(coarse, fraction_bits=8).apply([Message(1, 0, 0, 3)])
+    flow(fine, fraction_bits=12).apply([Message(1, 0, 0, 3 << 4)])
+    assert equal(bits(coarse), bits(fine))

@@ -1,0 +1,132 @@
+"""Five SeedFlow nodes as real processes over gRPC, two killed: one state in the end, that of a central replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peerloom.node.demo_seedflow import figures_of
+from peerloom.node.failures import OK
+from peerloom.node.flood_log import FloodLog
+from peerloom.node.seams import WorkerSetup
+from peerloom.node.specs import load_spec
+from peerloom.node.worker.memory import anonymous_file
+from peerloom.node.worker.tasks.seedflow import SeedflowTask
+from peerloom.protocol.flood_messages import Batch, FloodMessage, Segment
+from peerloom.protocol.types import PeerId
+from tests.helpers import Node, Swarm, run_peer, swarm_folder, write_run
+
+pytestmark = pytest.mark.slow
+
+NAMES = ["a", "b", "c", "d", "e"]
+STEPS = 1500
+START_S = 300.0  # six nodes import torch on a machine that may be busy
+Report = Callable[[str, object], None]
+
+
+def write_seedflow_run(folder: Path) -> Path:
+    """A run.toml of a tiny fine-tuning, over several subspaces."""
+    run = write_run(folder)
+    run.write_text(f"""
+name = "tiny-seedflow"
+method = "seedflow"
+[model]
+hidden_size = 32
+intermediate_size = 48
+layers = 1
+heads = 2
+kv_heads = 2
+[data]
+source = {json.dumps(str(folder / "text"))}
+sequence_length = 32
+held_out = 0.2
+[train]
+batch_size = 4
+eval_batches = 4
+[seedflow]
+rank = 8
+period = 400
+clients = {len(NAMES)}
+learning_rate = 0.01
+max_steps = {STEPS}
+eval_every_steps = 100
+""")
+    return run
+
+
+def messages_of(node: Node, peer: str) -> set[FloodMessage]:
+    """All that a node's log holds."""
+    log = FloodLog(node.run_dir, load_spec(node.run_dir / "run.toml").run_id, PeerId(peer))
+    try:
+        return {message for item in log.items if isinstance(item, Segment) for message in item.batch.messages()}
+    finally:
+        log.close()
+
+
+def replayed(node: Node, messages: set[FloodMessage], home: Path) -> SeedflowTask:
+    """A worker of its own that applies them all at once."""
+    spec = load_spec(node.run_dir / "run.toml")
+    setup = WorkerSetup(spec=spec, peer_id=PeerId("central"), run_dir=home / "run", cache_dir=home / "cache", threads=1)
+    task = SeedflowTask(setup, anonymous_file(), lambda what, share: None)
+    task.apply(tuple(Batch(one.origin, one.sequence, one.step, (one.scalar,)) for one in sorted(messages)))
+    return task
+
+
+def settled(swarm: Swarm, live: list[str]) -> list[dict[str, Any]] | None:
+    """The rows of the live trainers once all have taken their steps and say that they hold one state."""
+    rows = [row for row in (swarm.watcher().newest() or {"nodes": []})["nodes"] if row["name"] in live]
+    done = len(rows) == len(live) and all(row["step"] >= STEPS and row["messages"] for row in rows)
+    return rows if done and len({(row["state_hash"], row["messages"]) for row in rows}) == 1 else None
+
+
+def test_five_nodes_two_of_them_killed_hold_the_state_of_a_central_replay(
+    tmp_path: Path, record_property: Report
+) -> None:
+    with swarm_folder() as folder:
+        variables = {"TMPDIR": str(folder / "tmp"), "PEER_CHECKPOINT_EVERY_S": "5"}
+        swarm = Swarm(folder, write_seedflow_run(folder / "run"), variables)
+        try:
+            swarm.start()
+            nodes = [swarm.join(name) for name in NAMES]
+            for node in nodes:
+                node.wait_for("flushes", lambda node=node: len(node.events("flush")) >= 4, START_S)  # type: ignore[misc]
+            for victim in (swarm.nodes["b"], swarm.nodes["c"]):
+                victim.process.kill()
+                victim.process.wait()
+                victim.expect_nothing_left()
+            taken = len(swarm.nodes["b"].events("flush"))
+            again = swarm.trainer("b")
+            live = ["a", "b", "d", "e"]
+            rows = swarm.nodes["a"].wait_for("one state on all", lambda: settled(swarm, live), START_S)
+            assert len(again.events("flush")) >= taken
+            peers = {row["name"]: row["peer_id"] for row in rows}
+            for name in live:
+                assert swarm.nodes[name].end(seconds=30.0) == OK
+            figures = [figures_of(swarm.nodes[name].home) for name in live]
+            assert {one.state_hash for one in figures} == {rows[0]["state_hash"]}
+            union = set[FloodMessage]().union(*(messages_of(swarm.nodes[name], peers[name]) for name in live))
+            assert len(union) == len({(one.origin, one.sequence) for one in union}) == figures[0].messages
+            assert len({one.origin for one in union}) == len(NAMES), "the killed nodes' messages count"
+            central = replayed(swarm.nodes["a"], union, tmp_path)
+            assert central.state_hash().hex() == figures[0].state_hash
+            record_property("messages", len(union))
+            check_export(swarm.nodes["d"], central, folder / "model")
+        finally:
+            swarm.stop()
+
+
+def check_export(node: Node, central: SeedflowTask, out: Path) -> None:
+    """The exported model is the base with the sums."""
+    from transformers import AutoModelForCausalLM
+
+    done = run_peer("export", "--home", str(node.home), "--out", str(out))
+    assert done.returncode == OK, done.stderr
+    ids = torch.arange(20).view(1, 20) % 200
+    with torch.no_grad():
+        mine, theirs = (one(input_ids=ids).logits for one in (central.model, AutoModelForCausalLM.from_pretrained(out)))
+    assert torch.allclose(mine, theirs, atol=1e-6)
