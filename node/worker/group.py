@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peerloom.node.durable import storage_errors
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.inner import state_shape
-from peerloom.node.worker.memory import BlockLayout
+from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.shard import JOIN_S, LOST_S, Held, Place, Shard, cut_for, join, rows_of
 from peerloom.optim.matrix_fsdp import RankLost
 from peerloom.protocol.errors import ConfigError
@@ -26,24 +26,19 @@ STORE = "ranks.store"  # in the run's folder, while its ranks live
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """To a rank: meet the others, build the model and shard it. Answered by Joined."""
+    """To a rank: shard the model whose parameters lie in the shared block, with all others. Answered by Joined."""
 
     setup: WorkerSetup
     place: Place
+    layout: BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank's shard stands, or `refused` says why there is none on any rank: rank 0 has found the same."""
+    """What a rank holds; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
 
+    held: tuple[Held, ...] = ()
     refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MapBlock:
-    """To a rank: open the shared block. Answered by what the rank holds."""
-
-    layout: BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +62,28 @@ class Group:
         with storage_errors(f"the file {self._store}"):
             self._store.parent.mkdir(parents=True, exist_ok=True)
             self._store.unlink(missing_ok=True)  # of a life that was killed
-        for rank, pipe in enumerate(pipes, 1):
-            self._tell(rank, pipe, Join(setup, self._place(rank)))
 
     def _place(self, rank: int) -> Place:
         return Place(rank=rank, devices=self._setup.devices, store=Path(self._store), threads=self._setup.threads)
 
-    def shard(self, model: nn.Module) -> None:
-        """Shards the model over all ranks, which have built it too; raises ConfigError before a weight is touched."""
+    def shard(self, model: nn.Module, block: SharedBlock) -> None:
+        """Shards the model, whose parameters lie in the block too; raises ConfigError before a weight is touched."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout))
         place = self._place(0)
         self._threads = torch.get_num_threads()
         mesh = join(place)
         self._threads_in_step = torch.get_num_threads()
-        refused: ConfigError | None = None
+        refused = ""
         try:
-            self._shard = Shard(model, self._setup.spec.train, mesh, place.device)
+            self._shard = Shard(model, self._setup.spec.train, mesh, place.device, block)
         except ConfigError as error:
-            refused = error  # the others have the same, and say so
-        for rank, pipe in enumerate(self._pipes, 1):
-            joined: Joined = self._hear(rank, pipe, JOIN_S)
-            if joined.refused and refused is None:
-                refused = ConfigError(joined.refused)
-        if refused is not None:
-            raise refused
-
-    def map(self, memory_fd: int, layout: BlockLayout) -> None:
-        """Opens the block on all ranks."""
-        for rank, pipe in enumerate(self._pipes, 1):
-            self._tell(rank, pipe, MapBlock(layout))
-        own = self._shard.map(memory_fd, layout)
-        self._held: list[tuple[Held, ...]] = [own]
-        self._held += [self._hear(rank, pipe) for rank, pipe in enumerate(self._pipes, 1)]
-        self._all("publish")
+            refused = str(error)  # the others have the same, and say so
+        others: list[Joined] = [self._hear(rank, pipe, JOIN_S) for rank, pipe in enumerate(self._pipes, 1)]
+        for told in (refused, *(joined.refused for joined in others)):
+            if told:
+                raise ConfigError(told)
+        self._held = [self._shard.held(), *(joined.held for joined in others)]
 
     def publish(self) -> None:
         """Brings the parameters of all ranks into the block, flat, in the order of a node with one device."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,47 @@ def numel_of(spec: RunSpec) -> int | None:
     with torch.device("meta"):
         model: nn.Module = _from_sizes(spec)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_over(spec: RunSpec, flat: memoryview) -> nn.Module:
+    """`build_model`'s model with its parameters where they lie in `flat`, fp32, in order; none are drawn, or copied.
+
+    A stored model is loaded by itself all the same: what it has beside parameters is known to its files alone.
+    """
+    if spec.model.path:
+        return build_model(spec)
+    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        model: nn.Module = _from_sizes(spec)
+    model.config.use_cache = False  # type: ignore[union-attr]
+    at = 0
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():  # in the order of named_parameters(), tied ones once
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in placed:
+                end = at + 4 * parameter.numel()
+                values = torch.frombuffer(flat[at:end], dtype=torch.float32).view(parameter.shape)
+                placed[parameter], at = nn.Parameter(values, parameter.requires_grad), end
+            module._parameters[name] = placed[parameter]
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made in here have parameters without memory; their buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:  # tied ones stay one object
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def init_digest(flat: Tensor) -> str:

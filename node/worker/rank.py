@@ -16,8 +16,9 @@ from peerloom.protocol.errors import PeerloomError
 
 def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
     """Obeys rank 0 until it is gone."""
-    from peerloom.node.worker.group import Call, Join, Joined, MapBlock
-    from peerloom.node.worker.model import build_model
+    from peerloom.node.worker.group import Call, Join, Joined
+    from peerloom.node.worker.memory import SharedBlock
+    from peerloom.node.worker.model import model_over
     from peerloom.node.worker.shard import Shard, join
 
     shard: Shard | None = None
@@ -28,17 +29,15 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             return
         answer: object = None
         if isinstance(message, Join):
-            spec = message.setup.spec
+            spec, block = message.setup.spec, SharedBlock(memory_fd, message.layout)
             try:
-                model = build_model(spec)  # before the ranks meet: from there on each waits for the slowest
-                shard = Shard(model, spec.train, join(message.place), message.place.device)
-                answer = Joined()
+                model = model_over(spec, block.view("params"))  # before they meet: then each waits for the slowest
+                shard = Shard(model, spec.train, join(message.place), message.place.device, block)
+                answer = Joined(shard.held())
             except PeerloomError as error:
-                answer = Joined(str(error))
+                answer = Joined(refused=str(error))
         elif shard is None:
             raise RuntimeError(f"rank 0 said {type(message).__name__} before there was a shard")
-        elif isinstance(message, MapBlock):
-            answer = shard.map(memory_fd, message.layout)
         elif isinstance(message, Call):
             answer = getattr(shard, message.method)(*message.arguments)
             if message.method == "step":

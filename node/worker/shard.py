@@ -1,6 +1,6 @@
 """One rank of a node with several devices: its shard of the model, its rows of each batch, its pieces of the block.
 
-All methods but `load`, `publish` and `pull` are collective: every rank of the node calls them in the same order.
+All methods but `held`, `load`, `publish` and `pull` are collective: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.node.worker.memory import BlockLayout, SharedBlock
+from peerloom.node.worker.memory import SharedBlock
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
     ShardedModel,
@@ -100,8 +100,9 @@ def shared_out(count: int, rank: int, world_size: int) -> slice:
 
 
 class Shard:
-    """Trains a rank's shard; `model` is whole and equal on all ranks. Raises ConfigError, on all ranks alike.
+    """Trains a rank's shard; `model` is whole and equal on all ranks, its parameters' places are in `block`.
 
+    Raises ConfigError, on all ranks alike.
     `memory_limit` is in bytes, None: what the device or this rank's share of the machine has free.
     """
 
@@ -111,6 +112,7 @@ class Shard:
         train: TrainSpec,
         mesh: DeviceMesh,
         device: torch.device,
+        block: SharedBlock,
         memory_limit: int | None = None,
     ) -> None:
         self._model, self._train, self._device = model, train, device
@@ -129,12 +131,10 @@ class Shard:
         except ShardingError as error:
             raise ConfigError(f"devices: {error}") from error
         self._optimizer = self._fresh()
-        self._flat: Tensor | None = None
+        self._flat = torch.frombuffer(block.view("params"), dtype=torch.float32)
 
-    def map(self, memory_fd: int, layout: BlockLayout) -> tuple[Held, ...]:
-        """Opens the node's shared block; answers what this rank holds."""
-        self._block = SharedBlock(memory_fd, layout)
-        self._flat = torch.frombuffer(self._block.view("params"), dtype=torch.float32)
+    def held(self) -> tuple[Held, ...]:
+        """What this rank holds."""
         return tuple(
             Held(
                 name=owned.name,
@@ -203,7 +203,6 @@ class Shard:
 
     def _places(self) -> list[tuple[Tensor, Tensor]]:
         """(place in the flat parameters, what is held), both flat."""
-        assert self._flat is not None  # ours: map() comes first
         places = []
         for owned in self._sharded.owned():
             held = owned.parameter.detach().view(-1)

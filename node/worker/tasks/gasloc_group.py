@@ -45,11 +45,12 @@ class GaslocGroupTask(GaslocTask):
         return device
 
     def _place(self, model: nn.Module, memory_fd: int) -> None:
+        """The whole model is built here alone; the other ranks take their segments out of the block."""
         named = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
         self._model = model
-        self._group.shard(model)
-        host, previous = self._open_block(sum(torch.Size(shape).numel() for _, shape in named), memory_fd)
-        self._group.map(memory_fd, self.layout)
+        host, previous = self._open_block(sum(parameter.numel() for parameter in model.parameters()), memory_fd)
+        torch.cat([parameter.detach().view(-1) for parameter in model.parameters()], out=host)
+        self._group.shard(model, self._block)
         self._inner = self._group
         self._open_method(host, (self._host_theta, previous), named)
 
@@ -67,15 +68,15 @@ class GaslocGroupTask(GaslocTask):
 
 
 def check_memory(spec: RunSpec, ranks: int, *, on_cpu: bool) -> None:
-    """Raises ConfigError when this machine cannot hold the model's copies: one a rank while it is built.
+    """Raises ConfigError when this machine cannot hold the model's copies, each once for all ranks.
 
-    Beside them the shared block has theta, y, previous and inbox, once; ranks on the CPU keep parameters, gradients and
-    two moments, once in all. A stored model's size shows only when it is loaded.
+    They are theta, y, previous and inbox in the shared block and, while it is built, the model; on the CPU in its place
+    parameters, gradients and two moments. A stored model's size shows only when it is loaded.
     """
     numel = numel_of(spec)
     if numel is None:
         return
-    copies = 4 + max(ranks, 4 if on_cpu else 0)
+    copies = 4 + (4 if on_cpu else 1)
     needed, free = copies * 4 * numel, psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(

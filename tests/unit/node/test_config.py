@@ -64,6 +64,7 @@ BAD = [
     ("port_mapping", 2),
     ("device", "gpu"),
     ("device", "cuda:"),
+    ("devices", "0,0"),
     ("threads", -1),
     ("stage", 256),
     ("max_upload", 1),

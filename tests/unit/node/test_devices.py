@@ -21,8 +21,8 @@ from peerloom.node.config import load_config
 from peerloom.node.devices import check_devices, parse_devices
 from peerloom.node.seams import WorkerDied, WorkerSetup
 from peerloom.node.worker.group import STORE
-from peerloom.node.worker.memory import anonymous_file
-from peerloom.node.worker.model import build_model
+from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
+from peerloom.node.worker.model import build_model, model_over
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.shard import Held, Place, Shard, cut_for, join, loopback, rows_of
 from peerloom.node.worker.tasks import open_task
@@ -126,9 +126,26 @@ def test_too_little_memory_is_told_before_a_weight_is_touched(source: Path, tmp_
     model = build_model(spec)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     mesh = join(Place(rank=0, devices=("cpu",), store=tmp_path / STORE))
+    block = SharedBlock(anonymous_file(), BlockLayout(sum(map(Tensor.numel, before.values())), 4, False), create=True)
     with pytest.raises(ConfigError, match=r"^devices: rank 0: the model takes .* GiB where 0.00 GiB are free; use"):
-        Shard(model, spec.train, mesh, torch.device("cpu"), memory_limit=1000)
+        Shard(model, spec.train, mesh, torch.device("cpu"), block, memory_limit=1000)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_other_ranks_take_the_model_out_of_the_block(source: Path, tied: bool) -> None:
+    spec = tiny_spec(source)
+    spec = replace(spec, model=replace(spec.model, tie_embeddings=tied))
+    whole = build_model(spec)
+    flat = torch.cat([parameter.detach().view(-1) for parameter in whole.parameters()])
+    over = model_over(spec, memoryview(flat.numpy()).cast("B"))
+    assert [name for name, _ in over.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert all(torch.equal(*pair) for pair in zip(over.parameters(), whole.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(over.buffers(), whole.buffers(), strict=True))
+    flat.zero_()
+    assert not any(parameter.any() for parameter in over.parameters())  # not a copy
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert torch.isfinite(over(input_ids=tokens).logits).all()
 
 
 # ---- what is refused, and what is shared out
