@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from peerloom.protocol.errors import MalformedMessage, StorageError
 KEEP = 3
 KEEP_ASIDE = 2  # damaged and stale ones together
 FORMAT = 1
+MAX_STEP = 10**12  # of what a peer hands over: above it a count is made up
 _NAME = re.compile(r"round-(\d{8,})")
 _TEMPORARY, _OUTGOING = ".new-", ".old-"
 _DAMAGED, _STALE = ".damaged-", ".stale-"
@@ -132,17 +134,22 @@ def _spare(folder: Path) -> list[Path]:
     return [*reversed(_aside(folder)), *rounds[:taken], *reversed(rounds[taken + 1 :])]
 
 
-def newest_intact(folder: Path, *, read_only: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, if any, and a sentence for each damaged one passed over.
+def newest_intact(
+    folder: Path, *, read_only: bool = False, fits: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that verifies and `fits`, if any, and a sentence for each damaged one passed over.
 
+    `fits` raises ValueError for one that cannot be taken up, as a copy that came from a peer may be.
     The damaged are set aside, unless `read_only`: for a reader beside a live node, to whom one that is just being
     replaced looks damaged.
     """
     damaged: list[str] = []
     for path in _rounds(folder):
         try:
-            return load(path), damaged
-        except _Damaged as error:
+            found = load(path)
+            fits(found)
+            return found, damaged
+        except (_Damaged, ValueError) as error:
             kept = "" if read_only else _try_set_aside(path)
             damaged.append(f"the checkpoint {path} is damaged ({error}) and was passed over{kept}")
     return None, damaged
@@ -194,11 +201,16 @@ def take_in(folder: Path, incoming: Path, spec_hash: str, stage: int, *, keep: i
     """
     try:
         try:
-            meta = load(incoming).meta
+            copy = load(incoming)
+            meta = copy.meta
         except _Damaged as error:
             raise MalformedMessage(f"the copy of stage {stage} is damaged: {error}") from error
         if meta.spec_hash != spec_hash or (meta.pipeline or {}).get("stage") != stage:
             raise MalformedMessage(f"what came is no copy of stage {stage} of this run")
+        if not (0 <= meta.step < MAX_STEP and 0 <= meta.round < MAX_STEP):
+            raise MalformedMessage(f"the copy of stage {stage} counts {meta.step} updates")
+        if not all(bool(tensor.isfinite().all()) for tensor in (copy.theta, *copy.optimizer.values())):
+            raise MalformedMessage(f"the copy of stage {stage} holds numbers that are none")
         with storage_errors(f"the copy of stage {stage} in {folder}"):
             for name in (*_FILES, "manifest.json"):
                 fsync_file(incoming / name)

@@ -154,16 +154,28 @@ class StageTask:
         """Takes up the newest intact checkpoint of this stage, if any."""
         self._version = self._tokens = 0
         checkpoint.clear_leftovers(self._folder)
-        found, notes = checkpoint.newest_intact(self._folder)
+        found, notes = checkpoint.newest_intact(self._folder, fits=self._take_moments)
         if found is None:
             return False, {}, "; ".join(notes)
         meta = found.meta
-        if (meta.spec_hash, meta.layout_digest) != (self._spec.spec_hash(), self._layout):
-            raise RunMismatch(f"the checkpoints in {self._folder} belong to another run or model; move them away")
         self._flat.copy_in(found.theta)
-        self._inner.load_state(found.optimizer)
         self._version, self._tokens, self._held_out_loss = meta.step, meta.tokens, meta.held_out_loss
         return True, dict(meta.pipeline or {}), "; ".join(notes)
+
+    def _take_moments(self, found: checkpoint.Checkpoint) -> None:
+        """Takes the optimizer's state of a checkpoint that fits this stage; raises ValueError for another, RunMismatch.
+
+        It may be a copy that a peer handed over.
+        """
+        if found.meta.spec_hash != self._spec.spec_hash():
+            raise RunMismatch(f"the checkpoints in {self._folder} belong to another run; move them away")
+        if found.meta.layout_digest != self._layout or found.theta.shape != (self._flat.numel,):
+            raise ValueError("it is of another model or stage")
+        try:
+            self._inner.load_state(found.optimizer)
+        except (ValueError, KeyError, IndexError, RuntimeError) as error:
+            self._inner.reset()
+            raise ValueError(f"its optimizer's state does not fit: {error}") from error
 
     def ready(self) -> WorkerReady:
         """What start() answers."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,31 @@ def test_a_stage_goes_on_from_its_checkpoint(source: Path, tmp_path: Path) -> No
     assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
     found, _ = checkpoint.newest_intact(checkpoint.stage_folder(tmp_path / "peer-0", 0))
     assert found is not None and found.meta.tokens == 5 * 4 * 16
+
+
+@pytest.mark.parametrize("spoil", ["layout", "shape", "moments"])
+def test_a_copy_that_does_not_fit_is_passed_over(source: Path, tmp_path: Path, spoil: str) -> None:
+    spec = stage_spec(source, stages=2)
+    pipeline = LocalPipeline(spec, tmp_path, limit=3)
+    pipeline.run()
+    for task in pipeline.tasks:
+        task.obey(messages.SaveStage({LANE: (3, [])}, LANE), lambda round: False)
+    folder = checkpoint.stage_folder(tmp_path / "peer-0", 0)
+    good, _ = checkpoint.newest_intact(folder)
+    assert good is not None
+    newer = replace(good, meta=replace(good.meta, round=9, step=9))
+    match spoil:
+        case "layout":
+            newer = replace(newer, meta=replace(newer.meta, layout_digest="00" * 32))
+        case "shape":
+            newer = replace(newer, theta=good.theta[:-1].clone(), previous=good.previous)
+        case "moments":
+            newer = replace(newer, optimizer={name: torch.zeros(3, 3, 3) for name in good.optimizer})
+    checkpoint.save(folder, newer)
+    again = open_stage(spec, tmp_path, 0)
+    assert (again.ready().step, "passed over" in again.ready().note) == (3, True)
+    assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
+
 
 
 def test_a_stage_that_memory_does_not_hold_is_refused(
