@@ -45,12 +45,16 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
     console = Console()
     try:
         began = time.monotonic()
-        spec = _seedflow_run(folder, nodes, seconds, console) if method == "seedflow" else demo_spec(method, nodes)
+        if method == "seedflow":
+            spec = _seedflow_run(folder, nodes, seconds, console)
+            seconds = max(1.0, seconds - (time.monotonic() - began))
+        else:
+            spec = demo_spec(method, nodes)
         (folder / "run.toml").write_text(spec.canonical())
         plan = DemoPlan(
             folder=folder,
             nodes=nodes,
-            seconds=max(1.0, seconds - (time.monotonic() - began)),
+            seconds=seconds,
             method=method,
             run_file=folder / "run.toml",
             steps=spec.seedflow.max_steps,

@@ -110,6 +110,7 @@ class FloodDriver:
         self._closing: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
+        self._held: list[FloodEvent] | None = None  # what came while own steps were made durable
 
     # the trainer's side
 
@@ -117,6 +118,8 @@ class FloodDriver:
         """Lets the machine handle an event, and performs what it asks for."""
         if self._closed:
             return
+        if self._held is not None:
+            return self._held.append(event)
         try:
             for effect in self.machine.handle(event, self._clock.monotonic()):
                 self._perform(effect)
@@ -128,13 +131,19 @@ class FloodDriver:
     async def own_steps(self, step: int, scalars: tuple[int, ...]) -> None:
         """Floods this node's own steps once they are durable; raises StorageError when they cannot be made so."""
         effects = self.machine.handle(StepsDone(step, scalars), self._clock.monotonic())
-        for effect in effects:
-            if isinstance(effect, Keep):
-                self._log.append(effect.item)
-        await asyncio.to_thread(self._log.sync)
-        for effect in effects:
-            if not isinstance(effect, Keep):
-                self._perform(effect)
+        self._held = []  # or a neighbour that asks meanwhile would be given what a power cut may still take back
+        try:
+            for effect in effects:
+                if isinstance(effect, Keep):
+                    self._log.append(effect.item)
+            await asyncio.to_thread(self._log.sync)
+            for effect in effects:
+                if not isinstance(effect, Keep):
+                    self._perform(effect)
+        finally:
+            held, self._held = self._held, None
+            for event in held:
+                self.feed(event)
 
     def answer(self, peer: PeerId, number: int, digest: bytes) -> None:
         """Answers a question, if the peer is still there."""

@@ -386,7 +386,7 @@ class SeedflowPort(Protocol):
         ...
 
     async def save(self, step: int) -> Path:
-        """Writes a checkpoint of the parameters; raises StorageError when the disk refuses."""
+        """Writes the sums, which with the base are the model; raises StorageError when the disk refuses."""
         ...
 
     def kill(self) -> None:

@@ -119,8 +119,7 @@ class TrainSpec(Table):
 class _Remembered:
     """A place for a digest beside the fields: neither compared, nor copied by replace(), nor pickled."""
 
-    __slots__ = ("_spec_hash",)
-    _spec_hash: str
+    __slots__ = ("_spec_hash",)  # without an annotation, which would make it look like a key of the spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +195,11 @@ class RunSpec(Table, _Remembered):
 
     def spec_hash(self) -> str:
         """SHA-256 of the canonical text, hex; of one object it is made once."""
-        try:
-            return self._spec_hash
-        except AttributeError:
+        made: str | None = getattr(self, "_spec_hash", None)
+        if made is None:
             made = hashlib.sha256(self.canonical().encode()).hexdigest()
             object.__setattr__(self, "_spec_hash", made)
-            return made
+        return made
 
     @property
     def run_id(self) -> RunId:

@@ -201,4 +201,5 @@ def test_json_is_the_documented_schema() -> None:
         "interrupted": False,
         "spread": 0.0,
         "nodes": [{"name": "a", "peer_id": "12D3KooWa", "loss": 2.0, "rounds": 5, "partners": 2, "tokens": 1000}],
+            "seedflow": [],
     }

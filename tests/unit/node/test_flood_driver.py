@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from peerloom.node.flood_log import FloodLog
 from peerloom.node.identity import Identity, verify
 from peerloom.protocol.codec_flood import FloodFrame, FloodWriter
 from peerloom.protocol.errors import DigestMismatch, LimitExceeded, MalformedMessage, ProtocolError
+from peerloom.protocol.events import TimerFired
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, FloodEffect, FloodEvent, PeersSeen, Received
 from peerloom.protocol.flood_messages import Batch, Head, Segments, Snapshot
@@ -145,6 +147,27 @@ async def test_steps_of_all_reach_all_and_are_durable_before_they_leave(nodes: l
         log.close()
         assert again.versions() == node.machine.versions()
         assert not node.faults
+
+
+async def test_nobody_is_told_of_own_steps_before_they_are_durable(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = nodes
+    one.see(two)
+    await until(lambda: one.machine.settled() and two.machine.settled())
+    durable = threading.Event()
+    monkeypatch.setattr(one.log, "sync", lambda: durable.wait(WAIT_S))
+    stepping = asyncio.create_task(one.driver.own_steps(0, (1, 2)))
+    await until(lambda: one.machine.total() == 2)
+    asked = two.machine.handle(TimerFired("repair"), two.swarm.clock.monotonic())  # compares: what does one have?
+    for effect in asked:
+        two.driver._perform(effect)
+    one.driver.feed(TimerFired("repair"))
+    await until(lambda: one.driver._held is not None and len(one.driver._held) == 2)
+    assert two.machine.behind() == two.machine.total() == 0
+    durable.set()
+    await stepping
+    await until(lambda: two.machine.total() == 2)
 
 
 async def test_two_that_dial_each_other_at_once_end_with_one_link(nodes: list[Node]) -> None:

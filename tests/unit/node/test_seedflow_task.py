@@ -13,14 +13,16 @@ from peerloom.node.export import export
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.classification import Example
 from peerloom.node.worker.memory import anonymous_file
+from peerloom.node.worker.model import build_model
 from peerloom.node.worker.objectives import parts
 from peerloom.node.worker.tasks.seedflow import SeedflowTask
 from peerloom.protocol.errors import CheckpointError, DataError, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
-from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.runspec import ModelSpec, RunSpec
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.spec_task import TaskSpec
 from peerloom.protocol.types import PeerId
+from tests.unit.node.test_gguf import write as write_gguf
 from tests.unit.node.tiny import never, setup, tiny_spec, write_text
 
 FLOW = SeedflowSpec(rank=4, period=50, max_steps=200, clients=1, learning_rate=3e-3)
@@ -140,6 +142,25 @@ def test_an_export_is_the_base_with_the_sums(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match="no sums"):
         export(tmp_path / "peer-a", spec, tmp_path / "other")
+
+
+def test_a_gguf_base_is_exported_as_a_plain_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_gguf(tmp_path / "tiny.gguf")
+    spec = replace(text_spec(tmp_path), model=ModelSpec(path=str(tmp_path / "tiny.gguf")))
+    model = build_model(spec)
+    base = {target.name: target.parameter.detach().clone() for target in states.trainable(model, spec)}
+    flow = states.open_flow(model.requires_grad_(False), spec, base, None)
+    about: dict[str, object] = {
+        "step": 5, "spec_hash": spec.spec_hash(), "init_digest": states.base_digest(model)
+    }
+    flow.apply([(1, 0, 0, 10**5)])
+    states.write(tmp_path, flow, about)
+    export(tmp_path, spec, tmp_path / "out")
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    assert any(not torch.equal(found[name], tensor) for name, tensor in base.items())
 
 
 def test_sums_over_another_base_are_not_exported(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from peerloom.node.worker import messages
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_model import build_stage, stage_numel
-from peerloom.node.worker.tasks.stage import StageTask
+from peerloom.node.worker.tasks.stage import StageTask, stage_train
+from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.protocol.errors import ConfigError, SpecError
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.runspec import ModelSpec, RunSpec
@@ -68,6 +69,14 @@ def test_one_stage_is_plain_training_bit_for_bit(source: Path, tmp_path: Path) -
     assert pipeline.losses == plain
     for ours, theirs in zip(pipeline.tasks[0]._model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_more_delayed_a_stage_the_more_often_its_bases_are_refreshed(source: Path) -> None:
+    spec = stage_spec(source, optimizer="basis_rotated")
+    found = [stage_train(spec, stage).rotation_freq for stage in range(4)]
+    assert found == stage_frequencies(4, spec.train.rotation_freq) == sorted(found) and found[0] < found[-1]
+    sync = stage_spec(source, optimizer="basis_rotated", schedule="sync")
+    assert {stage_train(sync, stage).rotation_freq for stage in range(4)} == {spec.train.rotation_freq}
 
 
 def test_without_a_stash_the_backward_pass_sees_the_newest_weights(source: Path, tmp_path: Path) -> None:

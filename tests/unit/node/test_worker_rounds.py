@@ -165,6 +165,23 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(source: Path) -> None
     assert inner._adam.param_groups[0]["lr"] == pytest.approx(spec.train.learning_rate / 2)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+def test_matrices_decay_and_vectors_do_not(source: Path, optimizer: Literal["adamw", "muon", "basis_rotated"]) -> None:
+    """With gradients of zero the decay is all that a step does."""
+    spec = tiny_spec(source)
+    train = replace(spec.train, optimizer=optimizer, weight_decay=0.5, muon_learning_rate=0.04)
+    inner = InnerLoop(build_model(spec), train)
+    before = {name: parameter.detach().clone() for name, parameter in inner._model.named_parameters()}
+    for parameter in inner._model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inner.update(train.learning_rate)
+    for name, parameter in inner._model.named_parameters():
+        hidden = ".layers." in name and parameter.dim() == 2
+        rate = 0.04 if optimizer == "muon" and hidden else train.learning_rate
+        kept = 1 - 0.5 * rate if parameter.dim() == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), kept * before[name], rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "basis_rotated"])
 def test_rotated_matrices_and_the_rest_are_clipped_apart(
     source: Path, optimizer: Literal["adamw", "basis_rotated"]

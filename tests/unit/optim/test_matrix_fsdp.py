@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_
 from peerloom.optim.matrix_fsdp.planner import numel
 from tests.unit.optim.matrix_cases import (
     Array,
@@ -116,6 +117,36 @@ def test_ddp_with_muon_gives_the_same_bits(five: Ranks, ranks: int, in_rank_orde
     ours = whole(run(five, sharded_run, ranks, case))
     for outcome in run(five, ddp_run, ranks, case, in_rank_order):
         assert apart(ours, whole([outcome])) == 0.0
+
+
+@pytest.mark.parametrize("most", [0.1, 1e6])
+def test_the_clip_scales_as_torch_s_does(most: float) -> None:
+    """The other tests clip both sides with it."""
+    ours, theirs = make_model(Case()), make_model(Case())
+    for model in (ours, theirs):
+        for at, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.01 * (at + 1))
+    norms = clip_grad_norm_(ours, most), torch.nn.utils.clip_grad_norm_(theirs.parameters(), most)
+    torch.testing.assert_close(*norms)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_who_trains_what_and_with_which_settings() -> None:
+    model = make_model(Case())
+    built = build_optimizer(
+        model, weight_decay=0.2, momentum=0.7, adamw_betas=(0.8, 0.85), adamw_eps=1e-6, adamw_weight_decay=0.3
+    )
+    (hidden,), (outer, vectors) = built.matrix.param_groups, built.adamw.param_groups
+    named = [{built.names[parameter] for parameter in group["params"]} for group in (hidden, outer, vectors)]
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    assert named[0] == {name for name, dim in shapes.items() if ".layers." in name and dim == 2}
+    assert named[1] == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert named[2] == {name for name, dim in shapes.items() if dim == 1}
+    assert isinstance(built.matrix, torch.optim.Muon) and isinstance(built.adamw, torch.optim.AdamW)
+    assert (hidden["weight_decay"], hidden["momentum"], hidden["ns_steps"]) == (0.2, 0.7, 5)
+    assert [group["weight_decay"] for group in (outer, vectors)] == [0.3, 0.0]
+    assert {(group["lr"], group["betas"], group["eps"]) for group in (outer, vectors)} == {(3e-4, (0.8, 0.85), 1e-6)}
 
 
 def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import tomllib
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -291,3 +292,14 @@ def test_canonical_holds_every_key_and_every_change_changes_the_run_id() -> None
 def test_a_bad_spec_has_no_run_id() -> None:
     with pytest.raises(SpecError):
         _ = RunSpec(seed=-1).run_id
+
+
+def test_the_hash_is_made_once_an_object_and_follows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec()
+    first = spec.run_id
+    made = []
+    monkeypatch.setattr(RunSpec, "canonical", lambda self: made.append(self) or f"other {self.seed}")
+    assert spec.run_id == first and not made
+    copy, other = pickle.loads(pickle.dumps(spec)), replace(spec, seed=2)
+    assert copy == spec and copy.run_id != first and other.run_id not in (first, copy.run_id)
+    assert len(made) == 2
