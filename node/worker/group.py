@@ -21,7 +21,7 @@ from peerloom.protocol.errors import ConfigError
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 
-STORE = "ranks.store"  # in the run's folder, while its ranks live
+STORE = "ranks.store"  # in the run's folder, where its ranks meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class Group:
             if told:
                 raise ConfigError(told)
         self._held = [self._shard.held(), *(joined.held for joined in others)]
+        if place.device.type == "cpu":  # gloo has met for good; NCCL makes connections as they are needed
+            self._store.unlink(missing_ok=True)
 
     def publish(self) -> None:
         """Brings the parameters of all ranks into the block, flat, in the order of a node with one device."""

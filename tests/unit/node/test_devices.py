@@ -290,7 +290,7 @@ async def test_a_node_may_change_its_number_of_devices(source: Path, tmp_path: P
             finally:
                 await worker.stop()
             assert len(os.listdir("/proc/self/fd")) == open_before
-        assert same(found, reference)
+        assert same(found, reference) and not (home / "peer-a" / STORE).exists()
     ours, theirs = (kept(each, "optimizer.safetensors") for each in (home, tmp_path / "one"))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
