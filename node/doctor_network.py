@@ -12,6 +12,7 @@ from typing import Any
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.doctor import Finding
+from peerloom.node.doctor_reach import ask_back
 from peerloom.node.observer import Observer, open_observer
 from peerloom.node.p2pd import P2pDaemon, P2pdOptions
 from peerloom.node.seeds import PROBE, SeedReport, check_clock, probe_seeds
@@ -42,9 +43,9 @@ class Network:
 
 
 async def network_findings(
-    config: NodeConfig, invites: Sequence[str], found: Network, *, measure: bool, ask_back: AskBack | None = None
+    config: NodeConfig, invites: Sequence[str], found: Network, *, measure: bool, ask_back: AskBack = ask_back
 ) -> AsyncIterator[Finding]:
-    """All of them, in order; fills `found`. `ask_back` lets a peer dial this machine, where peers can be asked to."""
+    """All of them, in order; fills `found`. `ask_back` lets peers dial this machine."""
     if not invites:
         text = "no invite: seeds, clock, reachability and bandwidth are not checked"
         yield Finding("seeds", "warn", text, "pass it: peer doctor INVITE")
@@ -82,7 +83,7 @@ async def network_findings(
         trainers = [record for record in records if record.role == "trainer" and record.layout_digest]
         told = f"run {observer.spec.run_id} ({observer.spec.name}), {len(records)} nodes, {len(trainers)} of them train"
         yield Finding("swarm", "ok", told)
-        yield await (_not_asked() if ask_back is None else ask_back(config, observer))
+        yield await ask_back(config, observer)
         if measure and trainers:
             found.down_bytes_per_s = await _download(observer, trainers)
             yield _bandwidth("download", found.down_bytes_per_s, "from a trainer")
@@ -120,11 +121,6 @@ def _clock(reports: list[SeedReport]) -> Finding:
         return Finding("clock", "warn", warning, "timedatectl set-ntp true")
     largest = max((report.offset_s for report in reports), key=abs)
     return Finding("clock", "ok", f"{abs(largest):.2f} s from the seeds'")
-
-
-async def _not_asked() -> Finding:
-    text = "not checked: peers of this version cannot be asked to dial back"
-    return Finding("reachability", "warn", text, "from another machine, while the node runs: nc -vz HOST PORT")
 
 
 def _bandwidth(name: str, rate: float | None, to: str) -> Finding:

@@ -1,0 +1,76 @@
+"""`peer doctor` on reachability: what peers that dial back say, and what is in the way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peerloom.node.clock import SystemClock
+from peerloom.node.config import NodeConfig
+from peerloom.node.doctor_reach import ask_back, finding_of
+from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.identity import Identity
+from peerloom.node.ports import hold_port
+from peerloom.node.tls import make_certificate
+from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.types import PeerRecord
+from tests.unit.node.wire import Handler, record_of
+
+SPEC = RunSpec()
+
+
+def observer(records: list[PeerRecord]) -> Any:
+    async def peers() -> list[PeerRecord]:
+        return records
+
+    return SimpleNamespace(spec=SPEC, discovery=SimpleNamespace(peers=peers))
+
+
+async def test_a_peer_that_dials_back_is_believed(tmp_path: Path) -> None:
+    identity, certificate = Identity.generate(), make_certificate(SystemClock().wall())
+    peer = GrpcTransport(
+        identity=identity,
+        certificate=certificate,
+        run_id=SPEC.run_id,
+        spec_hash=SPEC.spec_hash(),
+        clock=SystemClock(),
+        rng=random.Random(0),
+    )
+    try:
+        record = record_of(identity.peer_id, await peer.start(Handler()), certificate.der)
+        config = NodeConfig(home=tmp_path, listen=("127.0.0.1",))
+        found = await ask_back(config, observer([record]))
+        assert (found.level, "direct" in found.text) == ("ok", True), found
+    finally:
+        await peer.stop()
+
+
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    held = hold_port("127.0.0.1", 0)
+    try:
+        config = NodeConfig(home=tmp_path, listen=("127.0.0.1",), grpc_port=held.port)
+        found = await ask_back(config, observer([]))
+        assert found.level == "warn" and str(held.port) in found.text
+    finally:
+        held.release()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "answers", "relays", "level", "says"),
+    [
+        (("10.0.0.2:4001",), [(), ()], 2, "warn", "router"),
+        (("10.0.0.2:4001",), [(), ()], 0, "fail", "no node that carries"),
+        (("93.184.216.34:4001",), [("93.184.216.34:4001",), ()], 1, "warn", "firewall"),
+        (("93.184.216.34:4001",), [], 1, "warn", "not checked"),
+    ],
+)
+def test_what_is_in_the_way_is_said(
+    addresses: tuple[str, ...], answers: list[tuple[str, ...]], relays: int, level: str, says: str
+) -> None:
+    found = finding_of(addresses, answers, [], relays)
+    assert found.level == level and says in found.text
+    assert found.remedy
