@@ -97,6 +97,21 @@ def status(
     return status(flags.config(quiet=True), invites or [], watch=watch, as_json=json)
 
 
+@command(app, "doctor", node=True)
+def doctor(
+    flags: Flags,
+    invites: Invites = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    benchmark: Annotated[
+        bool, typer.Option("--benchmark/--no-benchmark", help="Measure speed and bandwidth, for some ten seconds.")
+    ] = True,
+) -> int:
+    """Check this machine and its way to the swarm; say what it would contribute."""
+    from peerloom.node.cli_doctor import doctor
+
+    return doctor(flags.config(quiet=True), invites or [], as_json=json, benchmark=benchmark)
+
+
 @command(app, "export")
 def export(
     flags: Flags,

@@ -21,7 +21,8 @@ from peerloom.node.demo import DemoOutcome, DemoPlan, Watch, available_cores, ru
 from peerloom.node.demo_seedflow import make_run
 from peerloom.node.failures import OK, UNEXPECTED
 from peerloom.node.specs import demo_spec
-from peerloom.node.status import render, rows_of, summary, totals_of
+from peerloom.node.status import rows_of, totals_of
+from peerloom.node.status_table import render, summary
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus

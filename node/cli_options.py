@@ -77,6 +77,9 @@ def _node(
         typer.Option("--port-mapping/--no-port-mapping", help="Ask the router for a port.", rich_help_panel=_NODE),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_NODE)] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Several, to share one model: 0,1,2,3 or cpu:4.", rich_help_panel=_NODE)
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.", rich_help_panel=_NODE)] = None,
     stage: Annotated[
         int | None, typer.Option(help="The pipeline's stage to host, from 0.", rich_help_panel=_NODE)
@@ -90,8 +93,11 @@ def _node(
     max_download: Annotated[
         int | None, typer.Option(help="Bytes a second received from peers at most; 0: no cap.", rich_help_panel=_NODE)
     ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Local port of /metrics and /healthz.", rich_help_panel=_NODE)
+    http: Annotated[
+        str | None, typer.Option(help="IP:PORT of the page, /metrics and /healthz; none: off.", rich_help_panel=_NODE)
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write TensorBoard event files there.", rich_help_panel=_NODE)
     ] = None,
     trust_paths: Annotated[
         bool | None,

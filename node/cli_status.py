@@ -7,22 +7,25 @@ import json
 import time
 
 from rich.console import Console
-from rich.live import Live
 
 from peerloom.node.config import NodeConfig
 from peerloom.node.failures import OK
-from peerloom.node.status import LastHeard, health_of, missing_of, render, rows_of, to_json
+from peerloom.node.status import LastHeard, NodeRow, health_of, rows_of, to_json
+from peerloom.node.status_table import render
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import NodeStatus
 
 INTERVAL_S = 2.0
 
 
 def status(config: NodeConfig, invites: list[str], *, watch: bool, as_json: bool) -> int:
-    """Shows the swarm and returns its health as an exit code; a watch ends with Ctrl-C and 0."""
+    """Shows the swarm and returns its health as an exit code; a watch ends with q or Ctrl-C, and 0."""
     invites = invites or list(config.seeds) or last_invites(config)
-    return asyncio.run(_watch(config, invites, as_json) if watch else _once(config, invites, as_json))
+    if not watch:
+        return asyncio.run(_once(config, invites, as_json))
+    if as_json or not Console().is_terminal:
+        return asyncio.run(_lines(config, invites, as_json))
+    return asyncio.run(_screen(config, invites))
 
 
 def last_invites(config: NodeConfig) -> list[str]:
@@ -40,44 +43,65 @@ async def _once(config: NodeConfig, invites: list[str], as_json: bool) -> int:
     from peerloom.node.observer import swarm_status
 
     spec, statuses = await swarm_status(config, invites)
-    return _Screen(as_json=as_json).show(spec, statuses)
+    now = time.time()
+    rows = rows_of(statuses, now)
+    _print(spec, rows, now, as_json)
+    return health_of(rows, spec)
 
 
-async def _watch(config: NodeConfig, invites: list[str], as_json: bool) -> int:
+async def _lines(config: NodeConfig, invites: list[str], as_json: bool) -> int:
+    """JSON lines, or tables one after another where there is no terminal."""
     from peerloom.node.observer import watch_swarm
 
-    view, screen = LastHeard(), _Screen(as_json=as_json, live=True)
-    with screen:
-        async for spec, statuses in watch_swarm(config, invites, INTERVAL_S):
-            screen.show(spec, view.observe(statuses))
+    heard = LastHeard()
+    async for spec, statuses in watch_swarm(config, invites, INTERVAL_S):
+        now = time.time()
+        _print(spec, rows_of(heard.observe(statuses), now), now, as_json)
     return OK
 
 
-class _Screen:
-    """Where it is shown: JSON lines, a table that stays in place, or tables one after another."""
+def _print(spec: RunSpec, rows: list[NodeRow], now: float, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(to_json(spec, spec.run_id, rows, now)), flush=True)
+    else:
+        Console().print(render(spec, spec.run_id, rows))
 
-    def __init__(self, *, as_json: bool, live: bool = False) -> None:
-        self._as_json = as_json
-        self._console = Console()
-        self._live = Live(console=self._console) if live and not as_json and self._console.is_terminal else None
 
-    def __enter__(self) -> _Screen:
-        if self._live is not None:
-            self._live.start()
-        return self
+async def _screen(config: NodeConfig, invites: list[str]) -> int:
+    """The whole terminal, until q."""
+    from rich.live import Live
+    from rich.text import Text
 
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+    from peerloom.node.observer import watch_swarm
+    from peerloom.node.status_screen import Keyboard, View, frame
 
-    def show(self, spec: RunSpec, statuses: list[NodeStatus]) -> int:
-        """Shows one observation and returns its health."""
-        now = time.time()
-        rows = rows_of(statuses, now)
-        if self._as_json:
-            print(json.dumps(to_json(spec, spec.run_id, rows, now)), flush=True)
-        elif self._live is not None:
-            self._live.update(render(spec, spec.run_id, rows))
-        else:
-            self._console.print(render(spec, spec.run_id, rows))
-        return health_of(rows, missing_of(spec, rows))
+    console, heard, view = Console(), LastHeard(), View()
+    seen: list[tuple[RunSpec, list[NodeRow]]] = []
+    over = asyncio.Event()
+
+    def draw() -> None:
+        if seen:
+            spec, rows = seen[-1]
+            live.update(frame(view, spec, spec.run_id, rows, *console.size), refresh=True)
+
+    def on_key(key: str) -> None:
+        view.key(key, len(view.shown(seen[-1][1])) if seen else 0)
+        over.set() if view.over else draw()
+
+    async def follow() -> None:
+        async for spec, statuses in watch_swarm(config, invites, INTERVAL_S):
+            seen[:] = [(spec, rows_of(heard.observe(statuses), time.time()))]
+            draw()
+
+    with Live(Text("joining the swarm …"), console=console, screen=True, auto_refresh=False) as live, Keyboard(on_key):
+        live.refresh()
+        following, leaving = asyncio.ensure_future(follow()), asyncio.ensure_future(over.wait())
+        try:
+            await asyncio.wait((following, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            following.cancel()
+            leaving.cancel()
+            await asyncio.gather(following, leaving, return_exceptions=True)
+    return OK

@@ -17,7 +17,10 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
+from peerloom.node.devices import ALLOWED, parse_devices
 from peerloom.node.folders import Folders
+from peerloom.node.http_endpoint import DEFAULT as DEFAULT_HTTP
+from peerloom.node.http_endpoint import parse_endpoint
 from peerloom.protocol.bucket import LEAST_CAP
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.spec_rules import shown
@@ -33,8 +36,8 @@ _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 EXAMPLES = {  # of settings without a fixed default
     "home": '"/srv/peerloom"',
     "name": '"lab-7"',
-    "metrics_port": "9464",
     "stage": "2",
+    "tensorboard": '"/srv/curves"',
     "data": '"/srv/text"',
 }
 FLAGS = {"trust_paths", "relay", "port_mapping"}
@@ -95,6 +98,9 @@ class NodeConfig(BaseSettings):
         True, "ask the home router for a port (UPnP, NAT-PMP) when listening on 0.0.0.0 or ::", "true or false"
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
+    devices: tuple[str, ...] = _setting(
+        (), "several devices that share the model between them, instead of device; empty: one", ALLOWED
+    )
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
     )
@@ -123,8 +129,13 @@ class NodeConfig(BaseSettings):
         60.0, "seconds between checkpoints", "a number above 0 and at most 86400", gt=0, le=86400
     )
     keep_checkpoints: int = _setting(3, "newest checkpoints kept", "an integer from 1 to 1000", ge=1, le=1000)
-    metrics_port: int | None = _setting(
-        None, "local port of /metrics and /healthz; left out: off", _PORT, ge=0, le=65535
+    http: str = _setting(
+        DEFAULT_HTTP,
+        "where the page, /metrics, /healthz and /readyz are served; the default moves on to the next free port",
+        "none, or an IP address of this machine with a port, 127.0.0.1:9464 (port 0: any free one)",
+    )
+    tensorboard: Path | None = _setting(
+        None, "folder for TensorBoard's event files; left out: none are written", "a folder"
     )
     log_format: Literal["auto", "human", "json"] = _setting(
         "auto", "of log lines; auto: human on a terminal, else json", "auto, human or json"
@@ -164,7 +175,7 @@ class NodeConfig(BaseSettings):
             raise ValueError(value)
         return value
 
-    @field_validator("listen", "announce", "allow", "seeds", mode="before")
+    @field_validator("listen", "announce", "allow", "seeds", "devices", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """One text stands for a list with commas, wherever it comes from."""
@@ -189,6 +200,17 @@ class NodeConfig(BaseSettings):
     @classmethod
     def _check_device(cls, value: str) -> str:
         return _each((value,), lambda device: bool(_DEVICE.fullmatch(device)))[0]
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str) -> str:
+        parse_endpoint(value)
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return parse_devices(value)
 
     @field_validator("max_upload", "max_download", "relay_rate", "relay_pair_rate")
     @classmethod

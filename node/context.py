@@ -30,6 +30,7 @@ class NodeSettings:
     cache_dir: Path
     data_source: str = ""  # instead of the spec's
     device: str = "cpu"
+    devices: tuple[str, ...] = ()  # more than one, instead of `device`
     threads: int = 0
     checkpoint_every_s: float = 60.0
     keep_checkpoints: int = 3

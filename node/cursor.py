@@ -65,4 +65,4 @@ class BatchCursor:
 
     def _trained_before(self) -> bool:
         """Whether this run folder has a journal: its first line is written after the first batch was reserved."""
-        return self._path.with_name(JOURNAL).exists()
+        return any(self._path.with_name(name).exists() for name in (JOURNAL, f"{JOURNAL}.1"))

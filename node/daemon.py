@@ -19,14 +19,18 @@ from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
+from peerloom.node.devices import check_devices
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.durable import storage_errors
-from peerloom.node.facts import Facts
+from peerloom.node.facts import LONELY, Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.http_endpoint import parse_endpoint
+from peerloom.node.http_feed import SwarmFeed
+from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
-from peerloom.node.journal import Journal
-from peerloom.node.metrics import MetricsServer
+from peerloom.node.journal import JOURNAL, Journal
+from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
@@ -34,6 +38,7 @@ from peerloom.node.reaching import Reaching, desk_limits
 from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
+from peerloom.node.tensorboard import TensorBoard
 from peerloom.node.throttle import Caps
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
@@ -60,23 +65,24 @@ class NodeInfo:
 
 
 class Workers:
-    """Makes the worker processes of a node; the first is launched early, to import while the node finds its swarm.
+    """Makes the workers of a node, of a process a device; the first is launched early, to import meanwhile.
 
     `method` decides what they can be asked, and is set before the first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._early: WorkerCalls | None = None
         self.method = ""
 
     def launch(self) -> None:
         """Starts the first worker now."""
-        self._early = WorkerCalls()
+        self._early = WorkerCalls(ranks=self._ranks)
         self._early.launch()
 
     def __call__(self) -> WorkerPort | SeedflowPort:
         early, self._early = self._early, None
-        return SeedflowProcess(early) if self.method == "seedflow" else WorkerProcess(early)
+        return SeedflowProcess(early) if self.method == "seedflow" else WorkerProcess(early, ranks=self._ranks)
 
     async def stop(self) -> None:
         """Ends the early worker if nobody took it."""
@@ -131,7 +137,8 @@ async def _run_node(
         stack.enter_context(lock_identity(folders.identity_file))
         ports = RememberedPorts(folders.ports_file)
         grpc_port = ports.choose("grpc", config.listen[0], config.grpc_port)
-        workers = Workers()
+        log_context = logs.bind(run="", peer=identity.peer_id)
+        workers = Workers(max(1, len(config.devices)))
         if role == "trainer":
             workers.launch()
         stack.push_async_callback(workers.stop)
@@ -141,9 +148,11 @@ async def _run_node(
         phases.mark("DHT")
         signed = await agree_on_run(discovery, identity, seeds, spec, config.startup_timeout_s)
         run_spec = verify_spec(signed)
+        if role == "trainer":
+            check_devices(run_spec, config.devices)
         workers.method = run_spec.method
         discovery.join_run(run_spec.run_id)
-        log_context = logs.bind(run=run_spec.run_id, peer=identity.peer_id)
+        log_context.run = run_spec.run_id
         phases.mark("run spec")
         foreign = spec is None and signed.owner != identity.peer_id
         data_source = consented_source(config, run_spec) if foreign and role == "trainer" else config.data
@@ -187,10 +196,6 @@ async def _run_node(
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
         )
-        if config.metrics_port is not None:
-            metrics = MetricsServer(config.metrics_port, facts.status)
-            stack.callback(metrics.stop)
-            log.info("metrics on http://127.0.0.1:%d/metrics", metrics.port)
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await discovery.attach(reaching.tunnels.attach)
         driver = reaching.driver(transport, view, facts, discovery)
@@ -201,13 +206,15 @@ async def _run_node(
             ports.remember("grpc", port)
             on_joinable(NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites))
 
+        await _serve_http(config, run_spec, facts, view, clock, stack)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
                 run_dir=run_dir,
                 cache_dir=folders.cache,
                 data_source=data_source,
-                device=config.device,
+                device=config.devices[0] if len(config.devices) == 1 else config.device,
+                devices=config.devices if len(config.devices) > 1 else (),
                 threads=config.threads,
                 stage=config.stage,
                 checkpoint_every_s=config.checkpoint_every_s,
@@ -222,7 +229,7 @@ async def _run_node(
             transport=transport,
             view=view,
             phases=phases,
-            journal=Journal(run_dir / "metrics.jsonl", clock.wall),
+            journal=_journal(config, run_dir, clock, stack),
             progress=_progress(facts, on_status),
             joinable=joinable,
             sign=identity.sign,
@@ -249,6 +256,28 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
         running.cancel()
         closed.cancel()
         await asyncio.gather(running, closed, return_exceptions=True)
+
+
+async def _serve_http(
+    config: NodeConfig, spec: RunSpec, facts: Facts, view: SwarmView, clock: SystemClock, stack: AsyncExitStack
+) -> None:
+    """The page, metrics and health, unless `--http none`."""
+    endpoint = parse_endpoint(config.http)
+    if endpoint is None:
+        return
+    feed = SwarmFeed(spec, facts.status, view.records, view.left, clock.wall)
+    metrics = exposition(facts.status, feed.totals)
+    server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
+    stack.push_async_callback(server.stop)
+    log.info("page, metrics and health on %s", server.url)
+
+
+def _journal(config: NodeConfig, run_dir: Path, clock: SystemClock, stack: AsyncExitStack) -> Journal:
+    if config.tensorboard is None:
+        return Journal(run_dir / JOURNAL, clock.wall)
+    curves = TensorBoard(config.tensorboard)
+    stack.callback(curves.close)
+    return Journal(run_dir / JOURNAL, clock.wall, curves.take)
 
 
 def _refuse_own_invite(identity: Identity, seeds: list[Invite]) -> None:
@@ -320,6 +349,13 @@ def _progress(facts: Facts, on_status: Callable[[NodeStatus], None]) -> Callable
     return progress
 
 
+def _lasting(facts: Facts) -> str:
+    """What goes wrong round after round, without the numbers that would make each time a new sentence."""
+    if facts.warning:
+        return facts.warning
+    return f"it meets nobody: {facts.alone_because}" if facts.alone >= LONELY and facts.alone_because else ""
+
+
 def _tell_changes(
     facts: Facts,
     log_context: logs.LogContext,
@@ -333,6 +369,7 @@ def _tell_changes(
 
     def changed() -> None:
         log_context.round = facts.round if facts.role == "trainer" else None
+        logs.log_if_changed(log, "warning", _lasting(facts), logging.WARNING)
         view.tell()
         on_status(facts.status())
         if pending and (facts.state == "serving" or phases.has(FIRST_STEP)):

@@ -255,6 +255,7 @@ def _command(plan: DemoPlan, name: str, invites: list[str]) -> list[str]:
         "--grpc-port", "0",
         "--device", "cpu",
         "--threads", str(plan.threads),
+        "--http", "127.0.0.1:0" if name == "bootstrap" else "none",
         "--log-format", "json",
         *(["--trust-paths"] if plan.method == "seedflow" and invites else []),  # the demo's own base model and text
     ]

@@ -159,6 +159,10 @@ class _Record(_Model):
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     stage: Annotated[int, Field(ge=-1, lt=limits.MAX_STAGES)] = -1
     stage_role: StageRole = ""
+    up_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    down_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    last_partner: Annotated[str, Field(max_length=limits.MAX_PEER_ID_CHARS, pattern=r"^[1-9A-HJ-NP-Za-km-z]*$")] = ""
+    last_met_at: _Wall = 0.0
 
 
 class _PeerBody(_Model):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from peerloom.node.seams import Clock
 from peerloom.protocol import limits
@@ -20,7 +20,7 @@ from peerloom.protocol.types import PeerId
 DIAL_BACK_S = 4.0  # for one address, names resolved and the peer proven
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-Probe = Callable[[PeerId, DialBack, str], Awaitable[None]]  # proves a peer at one address; raises PeerloomError
+Probe = Callable[[PeerId, DialBack, tuple[str, ...]], Awaitable[None]]  # proves a peer at one of them; PeerloomError
 
 
 class DialBacks:
@@ -60,7 +60,7 @@ class DialBacks:
                 found = await resolved(address)
                 if not (found and all(may_dial(ip, host) for ip in found)):
                     return False
-                await self._probe(peer, request, address)
+                await self._probe(peer, request, _to_dial(address, found))
         except (PeerloomError, TimeoutError):
             return False
         return True
@@ -79,6 +79,16 @@ def may_dial(ip: IpAddress, host: str | None) -> bool:
     if isinstance(caller, ipaddress.IPv6Address) and caller.ipv4_mapped is not None:
         caller = caller.ipv4_mapped
     return ip == caller or (ip.is_private and caller.is_private and not (ip.is_loopback or ip.is_link_local))
+
+
+def _to_dial(address: str, found: Iterable[IpAddress]) -> tuple[str, ...]:
+    """What a name was found to stand for: asked again, it could stand for what must not be dialled."""
+    host, _, port = address.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return tuple(f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}" for ip in dict.fromkeys(found))
+    return (address,)
 
 
 async def resolved(address: str) -> list[IpAddress]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
-from peerloom.node.seams import Clock, ExchangeStream, WorkerPort
+from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
 from peerloom.protocol.limits import LEAST_RATE
@@ -62,6 +62,7 @@ class Exchange:
         self._sent = False
         self._verified = False
         self._watched = asyncio.Event()
+        self._proposal: asyncio.Future[RoundTrained] | None = None
 
     def send(self, message: ExchangeMessage) -> None:
         """Queues a message; after a last word the stream is over, and ends when nothing moves."""
@@ -70,8 +71,15 @@ class Exchange:
             self.over = True
             self._watch_for(self._stall_s or FIRST_MESSAGE_S)
 
-    def transfer(self, effect: effects.Transfer, encoding: Encoding, piece_bytes: tuple[int, ...]) -> None:
-        """Sends the outbox after what is queued, and takes the peer's payload into the inbox."""
+    def transfer(
+        self,
+        effect: effects.Transfer,
+        encoding: Encoding,
+        piece_bytes: tuple[int, ...],
+        proposal: asyncio.Future[RoundTrained] | None = None,
+    ) -> None:
+        """Sends the outbox after what is queued and after `proposal`, and takes the peer's payload into the inbox."""
+        self._proposal = proposal
         self._incoming = IncomingPayload(self._worker.inbox(effect.receive), encoding, piece_bytes)
         self._watch_for(effect.stall_s)
         self._ends_at = self._moved_at + effect.stall_s + len(self._worker.outbox(effect.send)) / LEAST_RATE
@@ -172,6 +180,10 @@ class Exchange:
                 return
 
     async def _write_payload(self, stream: ExchangeStream, pieces: Span) -> None:
+        if self._proposal is not None:
+            await asyncio.wait((self._proposal,))
+            if self._proposal.cancelled() or self._proposal.exception() is not None:
+                raise LinkError("the local steps ended without a proposal")
         pace = Pace(stream.chunk_bytes)
         with closing(outgoing(self._worker.outbox(pieces), pace)) as messages:
             for message in messages:

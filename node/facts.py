@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
+from peerloom.protocol.progress import StepPace
 from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, StageRole
 
 LONELY = 3  # rounds alone in a row from which status says so
 RATE_SMOOTHING = 0.3  # weight of the newest round in tokens/s
+TRAFFIC_WINDOW_S = 30.0  # over which bytes a second are told
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,10 +53,16 @@ class Facts:
     alone: int = 0  # rounds in a row without a partner
     alone_because: str = ""
     partners: Counter[PeerId] = field(default_factory=Counter)
+    last_partner: str = ""
+    last_met_at: float = 0.0
+    pace: StepPace = field(default_factory=StepPace)
+    tells_steps: bool = False  # whether the worker does, as it takes them
+    _traffic: deque[tuple[float, int, int]] = field(default_factory=deque)
     counters: dict[str, float] = field(default_factory=dict)
 
     def enter(self, state: NodeState, reason: str = "") -> None:
         """Changes the state, with a sentence that says why this node is not training, if it is not."""
+        self.pace.alive(self.clock.monotonic())
         if (state, reason) != (self.state, self.reason):
             self.state, self.reason = state, reason
             self.changed()
@@ -77,10 +85,13 @@ class Facts:
     def trained(self, trained: RoundTrained) -> None:
         """Takes the local steps of a round."""
         self.step, self.tokens = trained.step, trained.tokens
+        if trained.batches:
+            self.pace.measured(trained.seconds / trained.batches)
 
     def finished(self, finished: RoundFinished, rate: float) -> None:
         """Takes the end of a round, `rate` being its tokens/s, exchange included."""
         self.round, self.sketch = finished.round, finished.sketch
+        self.pace.round_ended(self.clock.monotonic())
         if finished.held_out_loss is not None:
             self.loss = finished.held_out_loss
         self.rate(rate)
@@ -90,6 +101,24 @@ class Facts:
         """Takes the newest speed into the smoothed one."""
         smooth = RATE_SMOOTHING if self.tokens_per_s else 1.0
         self.tokens_per_s += smooth * (tokens_per_s - self.tokens_per_s)
+
+    def stepped(self, steps: int) -> None:
+        """Takes a sign of life of the worker: how many steps it has taken."""
+        self.tells_steps = True
+        if self.state == "stalled":
+            self.enter("training")
+        self.pace.stepped(steps, self.clock.monotonic())
+
+    def stall(self, reason: str) -> None:
+        """Enters "stalled", which is no sign of life; a reason that counts seconds is told anew without a change."""
+        before, self.state, self.reason = self.state, "stalled", reason
+        if before != "stalled":
+            self.changed()
+
+    def exchanged_with(self, peer: PeerId) -> None:
+        """Takes a committed exchange."""
+        self.partners[peer] += 1
+        self.last_partner, self.last_met_at = peer, self.clock.wall()
 
     def met(self, somebody: bool, why_not: str) -> None:
         """Takes whether the round had a partner."""
@@ -103,6 +132,7 @@ class Facts:
     def record(self) -> PeerRecord:
         """This node's record as of now."""
         up, down = self.bytes_moved()
+        up_rate, down_rate = self._traffic_rates(up, down)
         return PeerRecord(
             peer_id=self.peer_id,
             name=self.name,
@@ -134,7 +164,22 @@ class Facts:
             accuracy=self.accuracy,
             stage=self.stage,
             stage_role=self.stage_role,
+            up_bytes_per_s=up_rate,
+            down_bytes_per_s=down_rate,
+            last_partner=self.last_partner,
+            last_met_at=self.last_met_at,
         )
+
+    def _traffic_rates(self, up: int, down: int) -> tuple[float, float]:
+        """Bytes a second over the last TRAFFIC_WINDOW_S, told from the records made in that time."""
+        samples, now = self._traffic, self.clock.monotonic()
+        while len(samples) > 1 and samples[1][0] <= now - TRAFFIC_WINDOW_S:
+            samples.popleft()
+        if not samples or now - samples[-1][0] >= 1.0:
+            samples.append((now, up, down))
+        since, up_then, down_then = samples[0]
+        seconds = now - since
+        return ((up - up_then) / seconds, (down - down_then) / seconds) if seconds >= 1.0 else (0.0, 0.0)
 
     def status(self) -> NodeStatus:
         """The answer to Status."""

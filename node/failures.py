@@ -17,6 +17,7 @@ UNEXPECTED = PeerloomError.exit_code
 USAGE = 2
 DEGRADED = 40
 EMPTY = 41
+DOCTOR_FAILS = 42
 
 _DISK = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR}
 
@@ -30,8 +31,9 @@ def exit_codes() -> dict[int, str]:
     }
     for error in _error_classes():
         codes.setdefault(error.exit_code, _meaning(error))
-    codes[DEGRADED] = "`peer status`: a node is silent, or a trainer is not training."
+    codes[DEGRADED] = "`peer status`: a node is silent, a trainer is not training, or a stage is missing."
     codes[EMPTY] = "`peer status`: no trainer is there."
+    codes[DOCTOR_FAILS] = "`peer doctor`: a check fails."
     return dict(sorted(codes.items()))
 
 

@@ -80,7 +80,10 @@ class _Link:
 
 
 class FloodDriver:
-    """One node's links. `changes` and `questions` are for the trainer, which `changed` wakes; `exiled` is final."""
+    """One node's links. `changes` and `questions` are for the trainer, which `changed` wakes; `exiled` is final.
+
+    `failed` is what a bug of ours raised in a link's task or a timer: the trainer raises it.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class FloodDriver:
         self.questions: dict[PeerId, HashQuery] = {}  # one a peer: the newest
         self.changed = asyncio.Event()
         self.exiled = False
+        self.failed: Exception | None = None
         self._own, self._transport, self._clock, self._log = own, transport, clock, flood_log
         self._records, self._count, self._score = records, count, score
         self._links: dict[PeerId, _Link] = {}
@@ -111,9 +115,15 @@ class FloodDriver:
 
     def feed(self, event: FloodEvent) -> None:
         """Lets the machine handle an event, and performs what it asks for."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             for effect in self.machine.handle(event, self._clock.monotonic()):
                 self._perform(effect)
+        except Exception as error:  # links come anew: without this the same would happen for ever, unseen
+            self.failed = self.failed or error
+            self.changed.set()
+            raise
 
     async def own_steps(self, step: int, scalars: tuple[int, ...]) -> None:
         """Floods this node's own steps once they are durable; raises StorageError when they cannot be made so."""
@@ -270,7 +280,10 @@ class FloodDriver:
             await asyncio.wait(link.tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._forget(link)
-            await asyncio.gather(*link.tasks, return_exceptions=True)
+            ended = await asyncio.gather(*link.tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
         if link.error is not None:
             raise link.error
 

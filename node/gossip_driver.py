@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from peerloom.node.exchange import FIRST_MESSAGE_S, Exchange
-from peerloom.node.seams import Clock, ExchangeStream, Transport, WorkerPort
+from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, Transport, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import (
     BadPayload,
@@ -80,15 +80,23 @@ class GossipDriver:
         self._pending: deque[events.Event] = deque()
         self._handling = False
         self._finished: asyncio.Future[effects.FinishRound] | None = None
+        self._proposal: asyncio.Future[RoundTrained] | None = None
 
     @property
     def machine(self) -> GossipMachine:
         """The machine, for its read-only properties."""
         return self._machine
 
-    async def exchange_round(self, round: int, fragment: int = 0, leg: int = 0) -> effects.FinishRound:
-        """Stands at an exchange point of `round` until the machine ends the round, or this turn of it."""
+    async def exchange_round(
+        self, round: int, fragment: int = 0, leg: int = 0, proposal: asyncio.Future[RoundTrained] | None = None
+    ) -> effects.FinishRound:
+        """Stands at an exchange point of `round` until the machine ends the round, or this turn of it.
+
+        While there is a `proposal` to come, the worker trains on: it is interrupted once a partner is found, and
+        nothing leaves the outbox before it has proposed.
+        """
         self._finished = asyncio.get_running_loop().create_future()
+        self._proposal = proposal
         self.feed(events.ProposalReady(round, fragment, leg))
         return await self._finished
 
@@ -243,7 +251,9 @@ class GossipDriver:
 
     def _transfer(self, effect: effects.Transfer) -> None:
         if (exchange := self._exchanges.get(effect.exchange_id)) is not None:
-            exchange.transfer(effect, self._encoding, self._machine.piece_bytes(effect.receive))
+            if self._proposal is not None and not self._proposal.done():
+                self._cut_short()
+            exchange.transfer(effect, self._encoding, self._machine.piece_bytes(effect.receive), self._proposal)
 
     async def _dial(self, exchange: Exchange) -> None:
         record = self._records(exchange.peer)

@@ -159,13 +159,13 @@ class GrpcTransport:
             reached = codec.decode_dialled_back(await link.call(attempt))
         return tuple(address for address in reached if address in asked.addresses)
 
-    async def _probe(self, peer: PeerId, request: DialBack, address: str) -> None:
-        """Dials a peer anew at one address, and has it prove itself."""
+    async def _probe(self, peer: PeerId, request: DialBack, addresses: tuple[str, ...]) -> None:
+        """Dials a peer anew at one of these, and has it prove itself."""
         record = PeerRecord(
             peer_id=peer,
             name="",
             role="trainer",
-            addresses=(address,),
+            addresses=addresses,
             cert_der=request.cert_der,
             version="",
             instance="",

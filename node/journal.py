@@ -1,4 +1,7 @@
-"""metrics.jsonl: one line an event of this node's run, appended and flushed."""
+"""metrics.jsonl: one line an event of this node's run, appended and flushed.
+
+Past MAX_BYTES it becomes metrics.jsonl.1, what was that .2, and so on; the oldest of KEPT goes.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,49 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 JOURNAL = "metrics.jsonl"  # its name in a run folder
+MAX_BYTES = 32 << 20  # some 100,000 rounds
+KEPT = 4  # older files
 Value = str | int | float | bool | None
 
 
 class Journal:
     """Appends JSON lines, each whole or absent; a disk that refuses is said once and never ends the node."""
 
-    def __init__(self, path: Path | None, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        wall: Callable[[], float],
+        also: Callable[[str, dict[str, Value]], None] = lambda kind, values: None,
+    ) -> None:
         self._path = path
         self._wall = wall
+        self._also = also
         self._refused = False
 
     def write(self, kind: str, **values: Value) -> None:
-        """Adds one line with the time and `kind`."""
+        """Adds one line with the time and `kind`, and tells `also`."""
+        self._also(kind, values)
         if self._path is None:
             return
         line = json.dumps({"t": round(self._wall(), 3), "event": kind, **values})
         try:
             _append(self._path, line.encode())
+            if self._path.stat().st_size > MAX_BYTES:
+                rotate(self._path)
             self._refused = False
         except OSError as error:
             if not self._refused:
                 log.warning("cannot append to %s (%s): rounds go on, unrecorded there", self._path, error.strerror)
             self._refused = True
+
+
+def rotate(path: Path) -> None:
+    """Moves a journal and its older files on by one."""
+    for number in range(KEPT, 0, -1):
+        older = path.with_name(f"{path.name}.{number}")
+        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+        if newer.exists():
+            newer.replace(older)
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -152,9 +152,8 @@ class _JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "run": context.run,
             "peer": context.peer,
+            "round": context.round,
         }
-        if context.round is not None:
-            values["round"] = context.round
         if record.exc_info:
             values["trace"] = self.formatException(record.exc_info)
         return json.dumps(values)

@@ -40,6 +40,14 @@ class MemoryRegistry:
         self._peers = {key: entry for key, entry in self._peers.items() if entry.expires_at > now}
         return [entry.record for (run, _), entry in self._peers.items() if run == run_id and entry.record is not None]
 
+    def left(self, run_id: RunId) -> dict[PeerId, float]:
+        """Whose tombstone stands, and when it was put there."""
+        return {
+            peer: entry.issued_at
+            for (run, peer), entry in self._peers.items()
+            if run == run_id and entry.record is None
+        }
+
     def put_spec(self, spec: SignedSpec) -> None:
         """Stores a spec for a day."""
         self._specs[spec_run_id(spec.text)] = (self.clock.wall() + SPEC_LIFE_S, spec)
@@ -84,6 +92,10 @@ class MemoryDiscovery:
         if self.peer_id in self._registry.cut:
             return []
         return [record for record in self._registry.live(self.run_id) if record.peer_id != self.peer_id]
+
+    def left(self) -> dict[PeerId, float]:
+        """Who has withdrawn its record, and when."""
+        return {} if self.peer_id in self._registry.cut else self._registry.left(self.run_id)
 
     async def own_record(self) -> PeerRecord | None:
         """The live record under this node's own id."""

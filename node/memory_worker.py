@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
+from peerloom.node.seams import (
+    FIRST_STEP,
+    STEPS,
+    RoundFinished,
+    RoundTrained,
+    Taken,
+    WorkerDied,
+    WorkerReady,
+    WorkerSetup,
+)
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.pace import another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
@@ -55,7 +64,7 @@ class MemoryWorker:
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()  # the exchange under local steps is over
         self._dead: str | None = None
-        self._round = self._step = self._tokens = 0
+        self._round = self._step = self._tokens = self._taken = 0
 
     def die(self, how: str = "killed by the test") -> None:
         """Makes every later call raise WorkerDied."""
@@ -132,7 +141,7 @@ class MemoryWorker:
     def _loss(self) -> float:
         return float((self._params - self._optimum).square().mean())
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Takes the steps up to the fragment's exchange, each `step_s` long; ends early when interrupted."""
         self._check()
         following = self._round + self._exchanging
@@ -143,10 +152,10 @@ class MemoryWorker:
         self._interrupted.clear()
         if fragment == 0:
             self._method.start_round()
-        loop, first = asyncio.get_running_loop(), self._disk.cursor
+        loop, first, spec = asyncio.get_running_loop(), self._disk.cursor, self._setup.spec.gasloc
         started = loop.time()
-        while another_step(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc, fragment):
-            if not may_go_on(self._disk.cursor - first, loop.time() - started, self._setup.spec.gasloc):
+        while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s):
+            if not may_go_on(self._disk.cursor - first, loop.time() - started, spec):
                 started += await self._until_finished()
             try:
                 async with asyncio.timeout(self._step_s):
@@ -156,6 +165,8 @@ class MemoryWorker:
                 if not self._stepped:
                     self._stepped = True
                     self._progress(FIRST_STEP, 1.0)
+                self._taken += 1
+                self._progress(STEPS, float(self._taken))
             else:
                 break
         self._check()

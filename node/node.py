@@ -14,6 +14,7 @@ from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
 from peerloom.node.place import Drained
 from peerloom.node.seams import Discovery, MessageStream, WorkerDied
+from peerloom.node.watchdog import watch_progress
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage
@@ -86,7 +87,15 @@ class Node:
         context.facts.addresses = await context.transport.start(self)
         context.joinable()
         view = context.view
-        background = [asyncio.create_task(job()) for job in (view.heartbeat, view.watch, view.keep_spec, *self._jobs)]
+        in_rounds = context.spec.method == "gasloc"
+        jobs = (
+            view.heartbeat,
+            view.watch,
+            view.keep_spec,
+            lambda: watch_progress(context.facts, in_rounds=in_rounds),
+            *self._jobs,
+        )
+        background = [asyncio.create_task(job()) for job in jobs]
         living = asyncio.create_task(self._live())
         try:
             waited = {living, *background}

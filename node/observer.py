@@ -27,6 +27,7 @@ from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 ANSWER_S = 3.0
 RUN_PATIENCE_S = 10.0
 MAX_ASKED_AT_ONCE = 32
+MAX_ASKED = 64  # of a larger swarm the records alone are read: one DHT key, and all but the counts of partners
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,21 @@ class Observer:
     _known: dict[PeerId, PeerRecord] = field(default_factory=dict)
 
     async def look(self) -> list[NodeStatus]:
-        """All nodes: as they answer, or as their record says when they do not.
+        """All nodes: as they answer, or as their record says when they do not, or when they are more than MAX_ASKED.
 
         One that has withdrawn its record since the last look is there once more, as draining, so that a watch can tell
         it from one that fell silent.
         """
         limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
         records = await self.discovery.peers()
-        self._known.update({record.peer_id: record for record in records})
+        if len(records) > MAX_ASKED:
+            return [*(NodeStatus(record=record) for record in records), *self._left(records)]
         seen = await asyncio.gather(*(self._ask(record, limit) for record in records))
-        return [*seen, *self._left()]
+        return [*seen, *self._left(records)]
 
-    def _left(self) -> list[NodeStatus]:
+    def _left(self, records: list[PeerRecord]) -> list[NodeStatus]:
         before = dict(self._known)
+        self._known.update({record.peer_id: record for record in records})
         left = {peer: at for peer, at in self.discovery.left().items() if peer in self._known}
         for peer in left:
             del self._known[peer]

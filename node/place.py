@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.joiner import FetchedState, Joiner
+from peerloom.node.logs import log_if_changed
 from peerloom.node.seams import WorkerPort, WorkerReady
 from peerloom.protocol.errors import NoDonor
 from peerloom.protocol.lifecycle import StartDecision, catch_up_delay, choose_start, worse_than
@@ -75,7 +76,7 @@ class Place:
         lost: NoDonor | None = None  # why a swarm that has trained already could not be joined
         while True:
             decision = self._decide(ready.resumed)
-            log.info("%s", decision.reason)
+            log_if_changed(log, "place", decision.reason)
             if decision.kind == "resume" or (decision.kind == "fresh" and lost is None):
                 return
             try:

@@ -7,7 +7,7 @@ import logging
 
 from peerloom.node.context import Context
 from peerloom.node.gossip_driver import GossipDriver
-from peerloom.node.logs import short
+from peerloom.node.logs import log_if_changed, short
 from peerloom.node.place import Held, Place
 from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerPort
 from peerloom.node.turns import Meeting, Turns
@@ -20,6 +20,7 @@ from peerloom.protocol.plan import is_plain
 log = logging.getLogger(__name__)
 
 DRAIN_EXCHANGE_S = 4.0  # of the 10 s that a stop may take: what an exchange under way gets to end
+LINGER_STEP_S = 0.5  # a partner waits for the step under way: with longer ones, local steps end before one is sought
 MAJORITY = 3  # other peers: with fewer, nobody can tell who is the one that is far off
 
 
@@ -32,6 +33,7 @@ class Rounds:
         self._facts, self._clock = context.facts, context.clock
         self._began = context.clock.monotonic()
         self._tokens_before = 0  # when the round began
+        self._step_s = 0.0  # of the last round's steps, 0: not known yet
         self.finished = 0
 
     async def run(self) -> None:
@@ -74,8 +76,11 @@ class Rounds:
         self._begin()
         round = self._facts.round
         if is_plain(self._context.spec.gasloc):
+            if linger_s := self._linger_s():
+                return await self._lingering(round, linger_s)
             trained = await self._worker.train(round)
             self._context.phases.mark("first round")
+            self._note_pace(trained)
             return await self._land(trained)
         trained, meetings, waited = await self._turns().run(round)
         ended = next((met.end for met in meetings if met.end.partner is not None), meetings[-1].end)
@@ -89,6 +94,42 @@ class Rounds:
         waited = self._clock.monotonic() - since
         finished = await self._finish(trained, mix=ended.partner is not None)
         self._note_round(trained, ended, finished, waited, [met(ended, finished)])
+
+    def _linger_s(self) -> float:
+        """How long local steps may go on while a partner is sought, where they are short and their number is free."""
+        spec = self._context.spec.gasloc
+        return spec.match_timeout_s if spec.round_s and 0 < self._step_s < LINGER_STEP_S else 0.0
+
+    def _note_pace(self, trained: RoundTrained) -> None:
+        if trained.batches:
+            self._step_s = trained.seconds / trained.batches
+
+    async def _lingering(self, round: int, linger_s: float) -> None:
+        """A plain round by the clock: a partner is sought from `round_s` on, and until one is found the worker trains.
+
+        What counts as waiting begins with its last step.
+        """
+        training = asyncio.ensure_future(self._worker.train(round, linger_s=linger_s))
+        proposed: list[float] = []
+        training.add_done_callback(lambda _: proposed.append(self._clock.monotonic()))
+        seeking: asyncio.Future[effects.FinishRound] | None = None
+        try:
+            await asyncio.wait((training,), timeout=self._context.spec.gasloc.round_s)
+            seeking = asyncio.ensure_future(self._exchange(round, proposal=training))
+            await asyncio.wait((training, seeking), return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():
+                await self._worker.interrupt()  # nobody was there
+            trained = await training
+            self._note_pace(trained)
+            ended = await seeking
+        finally:
+            waited = [task for task in (training, seeking) if task is not None]
+            for task in waited:
+                task.cancel()
+            await asyncio.gather(*waited, return_exceptions=True)
+        stood = self._clock.monotonic() - proposed[0]
+        finished = await self._finish(trained, mix=ended.partner is not None)
+        self._note_round(trained, ended, finished, stood, [met(ended, finished)])
 
     async def _finish(self, trained: RoundTrained, *, mix: bool) -> RoundFinished:
         facts = self._facts
@@ -115,11 +156,13 @@ class Rounds:
             mark=context.phases.mark,
         )
 
-    async def _exchange(self, round: int, fragment: int = 0, leg: int = 0) -> effects.FinishRound:
+    async def _exchange(
+        self, round: int, fragment: int = 0, leg: int = 0, proposal: asyncio.Future[RoundTrained] | None = None
+    ) -> effects.FinishRound:
         draining = self._context.draining
         if draining.is_set():
             return effects.FinishRound(round, None, round, "stopping")
-        ending = asyncio.ensure_future(self._driver.exchange_round(round, fragment, leg))
+        ending = asyncio.ensure_future(self._driver.exchange_round(round, fragment, leg, proposal))
         stopping = asyncio.ensure_future(draining.wait())
         try:
             await asyncio.wait((ending, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +188,7 @@ class Rounds:
         for end, taken in meetings:
             if end.partner is None:
                 continue
-            facts.partners[end.partner] += 1
+            facts.exchanged_with(end.partner)
             if taken.share < 1:
                 facts.count("gossip_clipped")
             if taken.far_off and len(self._context.view.live()) >= MAJORITY:
@@ -176,7 +219,8 @@ class Rounds:
             **({} if len(meetings) == 1 else {"met": " ".join(met.end.partner or "-" for met in meetings)}),
         )
         told = "" if loss is None else f", held-out loss {loss:.3f}"
-        company = f"with {short(ended.partner)}" if ended.partner is not None else f"alone: {ended.reason}"
+        company = f"with {short(ended.partner)}" if ended.partner is not None else "alone"
+        log_if_changed(log, "alone", f"no partner: {ended.reason}" if ended.reason else "")
         log.info("round %d done %s%s", trained.round, company, told)
 
     async def _save(self) -> None:

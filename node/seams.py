@@ -125,6 +125,10 @@ class Discovery(Protocol):
         """All live records of the run, verified, this node's own left out."""
         ...
 
+    def left(self) -> dict[PeerId, float]:
+        """Who has withdrawn its record, and when (Unix seconds), as far as is known."""
+        ...
+
     async def own_record(self) -> PeerRecord | None:
         """The live record under this node's own id, if there is one."""
         ...
@@ -143,6 +147,7 @@ class Discovery(Protocol):
 
 
 FIRST_STEP = "first step"  # what `progress` is told when the first optimizer step of a worker is done
+STEPS = "steps"  # and while it trains, about once a second, with the number of steps in this life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +161,7 @@ class WorkerSetup:
     data_source: str = ""  # instead of spec.data.source, which it does not change; "": as the spec says
     keep_checkpoints: int = 3  # the newest ones
     device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
+    devices: tuple[str, ...] = ()  # of a node that shards its model, one a rank, instead of `device`
     threads: int = 0  # torch CPU threads; 0: torch's own choice
     stage: int = 0  # of a pipeline
 
@@ -231,12 +237,15 @@ class WorkerPort(Protocol):
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
         """Builds model and data, resumes the newest intact checkpoint; `progress(what, share)` while it does.
 
-        `progress(FIRST_STEP, 1.0)` comes later: once, after the first optimizer step of this worker's life.
+        `progress(FIRST_STEP, 1.0)` comes later: once, after the first optimizer step of this worker's life; then
+        `progress(STEPS, count)` while local steps are taken: what a watchdog goes by.
         """
         ...
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Runs the local steps of `round` that lead to the fragment's exchange, and prepares its proposal.
+
+        With `round_s`, more steps follow for `linger_s`, or until interrupt(): a partner is being sought meanwhile.
 
         With overlap it may be called while the round before is at its exchange, and then waits for its finish(), at the
         latest before it proposes.

@@ -315,7 +315,7 @@ class SeedflowTrainer:
     async def _sync(self, driver: FloodDriver) -> None:
         """Applies all changes, then answers what was asked meanwhile."""
         while True:
-            self._check_exile(driver)
+            self._check_driver(driver)
             if driver.changes:
                 await self._change(driver)
             elif driver.questions:
@@ -341,7 +341,7 @@ class SeedflowTrainer:
         assert self._joiner is not None  # ours: set by _resume
         self._facts.enter("fetching", f"its state counts messages of {short(origin)}, which lied; fetching another")
         while not await self._joiner.join(needed=True, dropped=driver.changes.clear):
-            self._check_exile(driver)
+            self._check_driver(driver)
             await self._unless_draining(asyncio.sleep(RESYNC_RETRY_S))
 
     async def _answer(self, driver: FloodDriver) -> None:
@@ -375,7 +375,9 @@ class SeedflowTrainer:
         self._facts.counters["flood_behind"] = float(self._machine.behind())
         self._facts.counters["flood_origins_cut"] = float(len(self._machine.cut))
 
-    def _check_exile(self, driver: FloodDriver) -> None:
+    def _check_driver(self, driver: FloodDriver) -> None:
+        if driver.failed is not None:
+            raise driver.failed
         if driver.exiled:
             raise IdentityInUse(
                 "this node's identity was cut off by the swarm: its key signed two different histories, as when two "

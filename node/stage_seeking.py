@@ -76,6 +76,8 @@ class StageSeeker:
                 return place.stage
             await self.wait(TICK_S)
             await context.view.refresh()
+            if role == "stands_by":
+                await self._view.probe()  # records outlive their node by half a minute: too long to take over
 
     def _progress_of(self, stage: int, before: tuple[int, float]) -> tuple[int, float]:
         """The newest update of a stage, and since when; a stage that waits for one without a host does not count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from peerloom.node.context import Context
 from peerloom.node.logs import short
@@ -13,6 +14,7 @@ from peerloom.protocol.types import NodeState, PeerId, PeerRecord, StageRole
 
 log = logging.getLogger(__name__)
 
+MISSED = 2
 ANSWER_S = 3.0  # a live node answers a Status within
 WAITS_FOR = "waits_for_stage"  # the counter by which a host says so in its Status
 LEAVING: frozenset[NodeState] = frozenset({"draining"})
@@ -24,6 +26,7 @@ class StageView:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._dead: dict[PeerId, float] = {}  # when its last believed record was issued
+        self._missed: Counter[PeerId] = Counter()  # probes in a row without an answer
 
     def records(self) -> list[PeerRecord]:
         """The trainers that are there, this node left out."""
@@ -74,6 +77,25 @@ class StageView:
         except (PeerloomError, TimeoutError) as error:
             log.warning("%s (stage %d) does not answer: %s", short(peer), record.stage, str(error) or "no word")
             self._dead[peer] = record.issued_at
+            return False
+        return True
+
+    async def probe(self) -> None:
+        """Asks every host for a sign of life; one that gives none twice in a row is left out, as by check()."""
+        hosts = [record for record in self.records() if record.stage_role == "hosts"]
+        answers = await asyncio.gather(*(self._answers(record) for record in hosts))
+        for record, answered in zip(hosts, answers, strict=True):
+            self._missed[record.peer_id] = 0 if answered else self._missed[record.peer_id] + 1
+            if self._missed[record.peer_id] >= MISSED:
+                log.warning("%s (stage %d) answers no more", short(record.peer_id), record.stage)
+                self._dead[record.peer_id] = record.issued_at
+                del self._missed[record.peer_id]
+
+    async def _answers(self, record: PeerRecord) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._context.transport.status(record)
+        except (PeerloomError, TimeoutError):
             return False
         return True
 

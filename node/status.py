@@ -1,47 +1,50 @@
-"""The swarm as a user sees it: rows and totals from what the nodes say, as a table and as JSON.
+"""The swarm as a user sees it: rows and totals from what the nodes say, and the JSON of both; see `status_table`.
 
-The JSON of `peer status --json`, schema 1; keys are only ever added. Times are seconds, `at` and `started_at` Unix
-time; loss is held-out, in nats a token; null where nothing is known yet.
+The JSON of `peer status --json` and of the page's `/status.json`, schema 1; keys are only ever added. Times are
+seconds, `at`, `started_at` Unix time; loss is held-out, in nats a token; null where nothing is known yet.
 
-    {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty",
+    {"schema": 1, "at": float, "health": "healthy" | "degraded" | "empty", "problems": [str],
      "run": {"id": str, "name": str, "method": str},
      "totals": {"nodes": int, "trainers": int, "training": int, "silent": int, "tokens_per_s": float, "tokens": int,
+                "token_budget": int | null, "left_s": float | null,
                 "loss_min": float | null, "loss_max": float | null, "loss_spread": float | null,
-                "consensus_distance": float | null},
+                "consensus_distance": float | null, "states_differ": int | null,
+                "stages": {str: int}, "missing_stages": [int]},
      "nodes": [{"peer_id": str, "name": str, "role": "trainer" | "bootstrap", "state": str, "reason": str,
                 "silent_s": float | null, "heartbeat_age_s": float, "round": int, "step": int, "loss": float | null,
                 "tokens": int, "tokens_per_s": float, "up_bytes": int, "down_bytes": int,
                 "partners": {peer_id: int}, "addresses": [str], "version": str, "started_at": float,
                 "sketch": [float], "reach": "unknown" | "direct" | "via", "via": [peer_id], "relays": bool,
-                "state_hash": str, "messages": int, "accuracy": float | null, "stage": int | null,
-                "stage_role": "hosts" | "claims" | "stands_by" | ""}],
-     "pipeline": {"stages": int, "missing": [int]} | null}
+                "where": str, "stage": int | null, "stage_role": str, "up_bytes_per_s": float,
+                "down_bytes_per_s": float, "last_partner": str, "last_met_s": float | null,
+                "accuracy": float | null, "state_hash": str, "messages": int}]}
 
-`state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `partners` counts
-committed exchanges by peer. `consensus_distance` is an estimate of how far the trainers' parameters lie from their
-mean, relative to the parameters' own norm; `sketch` is the projection it is told from. `via` names the relays through
-which a node that cannot be dialled is reached; `relays` says that a node carries others'. `--watch --json` prints one
-such object a line.
+`state` is the node's own word, the last one heard; `silent_s` is null while it is heard from. `problems` says in
+sentences why `health` is not healthy. `partners` counts committed exchanges by peer, as far as the node was asked;
+`last_partner` is the newest, met `last_met_s` ago. `where` is the host of its first address, `via` names the relays
+through which a node that cannot be dialled is reached, and `relays` says that a node carries others'. `left_s` is how
+long the token budget lasts at the present speed. `consensus_distance` is an estimate of how far the trainers'
+parameters lie from their mean, relative to the parameters' own norm; `sketch` is the projection it is told from.
+Where a method keeps all nodes equal, `states_differ` counts the trainers whose `state_hash` is not the commonest of
+those that have seen as many `messages`. `stages` counts the hosts of each stage of a pipeline.
+`--watch --json` prints one such object a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
-from peerloom.node.logs import short as short_id
 from peerloom.protocol.consensus import relative_distance
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.types import NodeStatus, PeerId, RunId, StageRole
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from peerloom.protocol.types import NodeStatus, PeerId, RunId
 
 SCHEMA = 1
 SILENT_AFTER_S = 15.0  # records are renewed every 10 s
+FORGET_AFTER_S = 3600.0  # of silence: a watch that lasts for months stays small
 HEALTH = {OK: "healthy", DEGRADED: "degraded", EMPTY: "empty"}
 
 _TRAINING = {"training", "seeking", "exchanging", "done"}
@@ -71,14 +74,19 @@ class NodeRow:
     version: str
     started_at: float
     sketch: tuple[float, ...]
-    reach: str
-    via: tuple[PeerId, ...]
-    relays: bool
-    state_hash: str
-    messages: int
-    accuracy: float | None
+    reach: str = "unknown"
+    via: tuple[PeerId, ...] = ()
+    relays: bool = False
+    where: str = ""
     stage: int | None = None
-    stage_role: StageRole = ""
+    stage_role: str = ""
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+    last_partner: str = ""
+    last_met_s: float | None = None
+    accuracy: float | None = None
+    state_hash: str = ""
+    messages: int = 0
 
     @property
     def trains(self) -> bool:
@@ -88,7 +96,7 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The swarm's sums, field for field the JSON's `totals`; speed and loss count only nodes heard from."""
+    """The swarm's sums, field for field the JSON's `totals`; speed, loss and stages count only nodes heard from."""
 
     nodes: int
     trainers: int
@@ -96,10 +104,15 @@ class Totals:
     silent: int
     tokens_per_s: float
     tokens: int
+    token_budget: int | None
+    left_s: float | None
     loss_min: float | None
     loss_max: float | None
     loss_spread: float | None
     consensus_distance: float | None
+    states_differ: int | None
+    stages: dict[str, int]
+    missing_stages: list[int]
 
 
 class LastHeard:
@@ -111,11 +124,13 @@ class LastHeard:
     def observe(self, statuses: Iterable[NodeStatus]) -> list[NodeStatus]:
         """Takes in one observation and returns the newest word of every node seen so far.
 
-        A node that said it was leaving is forgotten when it is gone.
+        A node that said it was leaving is forgotten when it is gone, any other when it was silent for FORGET_AFTER_S.
         """
         seen = {status.record.peer_id: status for status in statuses}
+        newest = max((status.record.issued_at for status in seen.values()), default=0.0)
         for peer, status in self._known.items():
-            if peer not in seen and status.record.state not in _LEAVING:
+            silent = status.record.issued_at < newest - FORGET_AFTER_S
+            if peer not in seen and status.record.state not in _LEAVING and not silent:
                 seen[peer] = status
         self._known = {peer: self._newest(peer, status) for peer, status in seen.items()}
         return list(self._known.values())
@@ -137,11 +152,12 @@ def _age_key(status: NodeStatus) -> tuple[float, int, int]:
 
 def rows_of(statuses: Iterable[NodeStatus], now: float) -> list[NodeRow]:
     """One row a node, trainers first, then by name; `now` is Unix time."""
-    rows = [_row_of(status, now) for status in statuses]
+    rows = [row_of(status, now) for status in statuses]
     return sorted(rows, key=lambda row: (row.role != "trainer", row.name, row.peer_id))
 
 
-def _row_of(status: NodeStatus, now: float) -> NodeRow:
+def row_of(status: NodeStatus, now: float) -> NodeRow:
+    """One node's row; `now` is Unix time."""
     record = status.record
     age_s = max(0.0, now - record.issued_at)
     return NodeRow(
@@ -167,179 +183,100 @@ def _row_of(status: NodeStatus, now: float) -> NodeRow:
         reach=record.reach,
         via=record.via,
         relays=record.relays,
-        state_hash=record.state_hash,
-        messages=record.messages,
-        accuracy=record.accuracy,
+        where=record.addresses[0].rpartition(":")[0] if record.addresses else "",
         stage=record.stage if record.stage >= 0 else None,
         stage_role=record.stage_role,
+        up_bytes_per_s=record.up_bytes_per_s,
+        down_bytes_per_s=record.down_bytes_per_s,
+        last_partner=record.last_partner,
+        last_met_s=max(0.0, now - record.last_met_at) if record.last_partner else None,
+        accuracy=record.accuracy,
+        state_hash=record.state_hash,
+        messages=record.messages,
     )
 
 
-def totals_of(rows: list[NodeRow]) -> Totals:
-    """The swarm's sums over its rows."""
+def totals_of(rows: list[NodeRow], spec: RunSpec | None = None) -> Totals:
+    """The swarm's sums over its rows; budget and missing stages are the spec's to name."""
     heard = [row for row in rows if row.silent_s is None]
-    losses = [row.loss for row in heard if row.role == "trainer" and row.loss is not None]
+    trainers = [row for row in heard if row.role == "trainer"]
+    losses = [row.loss for row in trainers if row.loss is not None]
     low, high = (min(losses), max(losses)) if losses else (None, None)
+    tokens, speed = sum(row.tokens for row in rows), sum(row.tokens_per_s for row in heard)
+    budget = (spec.token_budget or None) if spec is not None else None
+    hosts = [row.stage for row in trainers if row.stage is not None and row.stage_role in ("", "hosts")]
+    stages = Counter(hosts)
     return Totals(
         nodes=len(rows),
         trainers=sum(row.role == "trainer" for row in rows),
-        training=sum(row.role == "trainer" and row.trains for row in rows),
+        training=sum(row.trains for row in trainers),
         silent=len(rows) - len(heard),
-        tokens_per_s=sum(row.tokens_per_s for row in heard),
-        tokens=sum(row.tokens for row in rows),
+        tokens_per_s=speed,
+        tokens=tokens,
+        token_budget=budget,
+        left_s=max(0, budget - tokens) / speed if budget is not None and speed > 0 else None,
         loss_min=low,
         loss_max=high,
         loss_spread=None if low is None or high is None else high - low,
-        consensus_distance=relative_distance([row.sketch for row in heard if row.role == "trainer"]),
+        consensus_distance=relative_distance([row.sketch for row in trainers]),
+        states_differ=_states_differ(trainers),
+        stages={str(stage): stages[stage] for stage in sorted(stages)},
+        missing_stages=[stage for stage in range(stages_of(spec)) if not stages[stage]],
     )
 
 
-def health_of(rows: list[NodeRow], missing: list[int] | None = None) -> int:
-    """The exit code of `peer status`: OK, DEGRADED or EMPTY (no trainer).
+def _states_differ(trainers: list[NodeRow]) -> int | None:
+    """How many hold another state than most of those that have seen as many messages; None without hashes."""
+    alike: dict[int, Counter[str]] = {}
+    for row in trainers:
+        if row.state_hash:
+            alike.setdefault(row.messages, Counter())[row.state_hash] += 1
+    return sum(hashes.total() - max(hashes.values()) for hashes in alike.values()) if alike else None
 
-    Degraded is a swarm with a silent node, a trainer that does not train, or stages of a pipeline that are `missing`.
-    """
-    trainers = [row for row in rows if row.role == "trainer"]
-    if not trainers:
+
+def stages_of(spec: RunSpec | None) -> int:
+    """How many stages the run cuts its model into; 0 where it does not."""
+    if spec is None or spec.method != "pipeline":
+        return 0
+    return spec.pipeline.stages
+
+
+def problems_of(rows: list[NodeRow], totals: Totals) -> list[str]:
+    """Why the swarm is not healthy, one sentence each, the worst first; empty when it is."""
+    problems = [] if totals.trainers else ["no trainer is there"]
+    problems += [f"stage {stage} is served by nobody" for stage in totals.missing_stages]
+    for row in rows:
+        if row.silent_s is not None:
+            last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
+            problems.append(f"{row.name} is silent for {row.silent_s:.0f} s{last}")
+        elif row.role == "trainer" and not row.trains:
+            problems.append(f"{row.name} is {row.state}" + (f": {row.reason}" if row.reason else ""))
+    return problems
+
+
+def health_from(totals: Totals, problems: list[str]) -> int:
+    """OK, EMPTY (no trainer), or DEGRADED (there are problems beside that)."""
+    if not totals.trainers:
         return EMPTY
-    if missing or any(row.silent_s is not None for row in rows) or not all(row.trains for row in trainers):
-        return DEGRADED
-    return OK
+    return DEGRADED if problems else OK
+
+
+def health_of(rows: list[NodeRow], spec: RunSpec | None = None) -> int:
+    """The exit code of `peer status`."""
+    totals = totals_of(rows, spec)
+    return health_from(totals, problems_of(rows, totals))
 
 
 def to_json(spec: RunSpec, run_id: RunId, rows: list[NodeRow], now: float) -> dict[str, Any]:
     """The object that the module's docstring describes."""
+    totals = totals_of(rows, spec)
+    problems = problems_of(rows, totals)
     return {
         "schema": SCHEMA,
         "at": now,
-        "health": HEALTH[health_of(rows, missing_of(spec, rows))],
+        "health": HEALTH[health_from(totals, problems)],
+        "problems": problems,
         "run": {"id": run_id, "name": spec.name, "method": spec.method},
-        "totals": asdict(totals_of(rows)),
+        "totals": asdict(totals),
         "nodes": [asdict(row) for row in rows],
-        "pipeline": _pipeline(spec, rows),
     }
-
-
-def missing_of(spec: RunSpec, rows: list[NodeRow]) -> list[int]:
-    """The stages of a pipeline that no node heard from hosts; none for other methods."""
-    if spec.method != "pipeline":
-        return []
-    hosted = {row.stage for row in rows if row.silent_s is None and row.stage_role == "hosts"}
-    return [stage for stage in range(spec.pipeline.stages) if stage not in hosted]
-
-
-def _pipeline(spec: RunSpec, rows: list[NodeRow]) -> dict[str, Any] | None:
-    if spec.method != "pipeline":
-        return None
-    return {"stages": spec.pipeline.stages, "missing": missing_of(spec, rows)}
-
-
-def render(spec: RunSpec, run_id: RunId, rows: list[NodeRow]) -> RenderableType:
-    """Header, table, and under it a line for each node with something to explain; readable at 80 columns."""
-    from rich.console import Group
-    from rich.text import Text
-
-    head = Text.assemble((spec.name, "bold"), f"  run {run_id}  {spec.method}\n", summary(totals_of(rows)))
-    missing = missing_of(spec, rows)
-    if missing:
-        named = ", ".join(map(str, missing))
-        head.append(f"\nno host of stage {named} of {spec.pipeline.stages}: the run waits for one", "red")
-    notes = [Text(f"{_label(row)}: {note}", style="yellow") for row in rows if (note := _note(row))]
-    return Group(head, Text(), _table(rows, _COLUMNS[spec.method]), *notes)
-
-
-def summary(totals: Totals) -> str:
-    """The swarm in one line."""
-    parts = [f"{totals.training} of {totals.trainers} training", f"{totals.nodes} node{'s' * (totals.nodes != 1)}"]
-    if totals.silent:
-        parts.append(f"{totals.silent} silent")
-    parts += [f"{short(totals.tokens_per_s)} tokens/s", f"{short(totals.tokens)} tokens"]
-    if totals.loss_spread is not None:
-        parts.append(f"loss spread {totals.loss_spread:.3f}")
-    if totals.consensus_distance is not None:
-        parts.append(f"consensus distance {totals.consensus_distance:.2g}")
-    return ", ".join(parts)
-
-
-def short(amount: float) -> str:
-    """A count or a number of bytes in at most five characters: 950, 1.2k, 34M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if amount < 999.5:
-            return f"{amount:.1f}{unit}" if unit and amount < 9.95 else f"{amount:.0f}{unit}"
-        amount /= 1000
-    return f"{amount:.0f}P"
-
-
-def _table(rows: list[NodeRow], columns: dict[str, Callable[[NodeRow], str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("peer", no_wrap=True, max_width=18, overflow="ellipsis")
-    table.add_column("state", no_wrap=True, min_width=11)
-    for heading in columns:
-        table.add_column(heading, no_wrap=True, justify="right")
-    for row in rows:
-        state = row.state if row.silent_s is None else f"silent {row.silent_s:.0f} s"
-        cells = [_label(row), state, *(cell(row) for cell in columns.values())]
-        table.add_row(*cells, style="red" if row.silent_s is not None else None)
-    return table
-
-
-def _of_trainers(cell: Callable[[NodeRow], str]) -> Callable[[NodeRow], str]:
-    return lambda row: cell(row) if row.role == "trainer" else ""
-
-
-def _loss(row: NodeRow) -> str:
-    return f"{row.loss:.3f}" if row.loss is not None else ""
-
-
-_TRAFFIC: dict[str, Callable[[NodeRow], str]] = {
-    "up": lambda row: short(row.up_bytes),
-    "down": lambda row: short(row.down_bytes),
-}
-_AGE: dict[str, Callable[[NodeRow], str]] = {"age": lambda row: f"{row.heartbeat_age_s:.0f} s"}
-_GOSSIPING: dict[str, Callable[[NodeRow], str]] = {
-    "round": _of_trainers(lambda row: str(row.round)),
-    "loss": _loss,
-    "tok/s": _of_trainers(lambda row: short(row.tokens_per_s)),
-    **_TRAFFIC,
-    "partners": _of_trainers(lambda row: str(len(row.partners))),
-    **_AGE,
-}
-_STAGES: dict[str, Callable[[NodeRow], str]] = {
-    "round": _of_trainers(lambda row: str(row.round)),
-    "loss": _loss,
-    "tok/s": _of_trainers(lambda row: short(row.tokens_per_s)),
-    **_TRAFFIC,
-    "stage": lambda row: _place(row),
-    **_AGE,
-}
-_FLOODING: dict[str, Callable[[NodeRow], str]] = {
-    "step": _of_trainers(lambda row: str(row.step)),
-    "loss": _loss,
-    "acc": lambda row: f"{row.accuracy:.1%}" if row.accuracy is not None else "",
-    "msgs": _of_trainers(lambda row: str(row.messages)),
-    "hash": lambda row: row.state_hash[:8],
-    **_TRAFFIC,
-    **_AGE,
-}
-
-_COLUMNS = {"gasloc": _GOSSIPING, "seedflow": _FLOODING, "pipeline": _STAGES}
-
-
-def _label(row: NodeRow) -> str:
-    return f"{short_id(row.peer_id)} {row.name}"
-
-
-def _place(row: NodeRow) -> str:
-    """What a pipeline's node does, where others have their partners."""
-    if row.stage is None or not row.stage_role:
-        return ""
-    return {"hosts": "", "claims": "claims ", "stands_by": "spare "}.get(row.stage_role, "") + str(row.stage)
-
-
-def _note(row: NodeRow) -> str:
-    if row.silent_s is not None:
-        last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
-        return f"silent for {row.silent_s:.0f} s{last}"
-    return f"{row.state}: {row.reason}" if row.reason else ""

@@ -12,7 +12,7 @@ from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.overlapped import OverlappedRounds
 from peerloom.node.place import Held, Place, unless_draining
 from peerloom.node.rounds import Rounds
-from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, STEPS, ExchangeStream, MessageStream, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.protocol import events
 from peerloom.protocol.errors import LinkError, RunMismatch
 from peerloom.protocol.gossip import GossipMachine
@@ -99,8 +99,10 @@ class Trainer:
             await self._worker.stop()
 
     def _progress(self, what: str, share: float) -> None:
-        """Passes on how far starting is; the first optimizer step ends it."""
-        if what == FIRST_STEP:
+        """Passes on how far starting is; the first optimizer step ends it, and steps are signs of life from then on."""
+        if what == STEPS:
+            self._facts.stepped(int(share))
+        elif what == FIRST_STEP:
             self._context.phases.mark(FIRST_STEP)
             self._context.journal.write("first_step")
         else:
@@ -116,6 +118,7 @@ class Trainer:
             data_source=settings.data_source,
             keep_checkpoints=settings.keep_checkpoints,
             device=settings.device,
+            devices=settings.devices,
             threads=settings.threads,
         )
 

@@ -82,7 +82,7 @@ class TunnelEndpoint:
         self._judge(await join(self._local, self._stream, self._moved, ending=self._ending))
 
     async def _moved(self, size: int) -> None:
-        self._dialer.count("tunnel_bytes_out", float(size))
+        self._dialer.count("tunnel_sent_bytes", float(size))
 
     def _judge(self, ending: Ending) -> None:
         """What the end says of the relay: one in order, asked for by this side, says nothing."""

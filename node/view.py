@@ -54,6 +54,10 @@ class SwarmView:
         """The newest records of the others, bootstrap peers among them."""
         return list(self._records.values())
 
+    def left(self) -> dict[PeerId, float]:
+        """Who has withdrawn its record, and when (Unix time)."""
+        return self._discovery.left()
+
     def record_of(self, peer: PeerId) -> PeerRecord | None:
         """The newest record of one peer."""
         return self._records.get(peer)

@@ -19,7 +19,7 @@ where blocking has (1 - eta c) times the last two coefficients of c = 0. "post" 
                                                     stable for alpha l (1 + 2 gamma) + eta c < 2 (1 + gamma).
 
 A form that adds the mixing term after the next proposal, a whole round late, has the modes z^3 - z^2 +
-(alpha l - gamma) z + gamma = 0 without drift: at alpha l = 1, gamma = 0.3 a root of modulus 1.02, so it loses consensus
+(alpha l - gamma) z + gamma = 0 without drift: at alpha l = 1, gamma = 0.3 a root of modulus 1.03, so it loses consensus
 where this one, with moduli of 0.55, does not.
 """
 

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Optional as _Op
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerRecord(_message.Message):
-    __slots__ = ("peer_id", "name", "role", "addresses", "cert_der", "version", "protocol_min", "protocol_max", "instance", "started_at", "issued_at", "state", "reason", "init_digest", "layout_digest", "round", "step", "tokens", "tokens_per_s", "loss", "up_bytes", "down_bytes", "state_hash", "messages", "accuracy", "sketch", "reach", "via", "relays", "libp2p", "stage", "stage_role")
+    __slots__ = ("peer_id", "name", "role", "addresses", "cert_der", "version", "protocol_min", "protocol_max", "instance", "started_at", "issued_at", "state", "reason", "init_digest", "layout_digest", "round", "step", "tokens", "tokens_per_s", "loss", "up_bytes", "down_bytes", "state_hash", "messages", "accuracy", "sketch", "reach", "via", "relays", "libp2p", "stage", "stage_role", "up_bytes_per_s", "down_bytes_per_s", "last_partner", "last_met_at")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,10 @@ class PeerRecord(_message.Message):
     LIBP2P_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGE_ROLE_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_PARTNER_FIELD_NUMBER: _ClassVar[int]
+    LAST_MET_AT_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     role: str
@@ -71,4 +75,8 @@ class PeerRecord(_message.Message):
     libp2p: _containers.RepeatedScalarFieldContainer[str]
     stage: int
     stage_role: str
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., cert_der: _Optional[bytes] = ..., version: _Optional[str] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., instance: _Optional[str] = ..., started_at: _Optional[float] = ..., issued_at: _Optional[float] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., init_digest: _Optional[str] = ..., layout_digest: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ..., state_hash: _Optional[str] = ..., messages: _Optional[int] = ..., accuracy: _Optional[float] = ..., sketch: _Optional[_Iterable[float]] = ..., reach: _Optional[str] = ..., via: _Optional[_Iterable[str]] = ..., relays: bool = ..., libp2p: _Optional[_Iterable[str]] = ..., stage: _Optional[int] = ..., stage_role: _Optional[str] = ...) -> None: ...
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    last_partner: str
+    last_met_at: float
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., cert_der: _Optional[bytes] = ..., version: _Optional[str] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., instance: _Optional[str] = ..., started_at: _Optional[float] = ..., issued_at: _Optional[float] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., init_digest: _Optional[str] = ..., layout_digest: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ..., state_hash: _Optional[str] = ..., messages: _Optional[int] = ..., accuracy: _Optional[float] = ..., sketch: _Optional[_Iterable[float]] = ..., reach: _Optional[str] = ..., via: _Optional[_Iterable[str]] = ..., relays: bool = ..., libp2p: _Optional[_Iterable[str]] = ..., stage: _Optional[int] = ..., stage_role: _Optional[str] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., last_partner: _Optional[str] = ..., last_met_at: _Optional[float] = ...) -> None: ...

@@ -476,6 +476,10 @@ def _record(record: common_pb2.PeerRecord) -> PeerRecord:
         accuracy=_optional_finite("accuracy", record, "accuracy"),
         stage=checks.whole("stage", record.stage, limits.MAX_STAGES - 1) if record.HasField("stage") else -1,
         stage_role=cast(StageRole, checks.one_of("stage role", record.stage_role, StageRole)),
+        up_bytes_per_s=checks.finite("bytes up per second", record.up_bytes_per_s),
+        down_bytes_per_s=checks.finite("bytes down per second", record.down_bytes_per_s),
+        last_partner=checks.peer_id("last partner", record.last_partner) if record.last_partner else "",
+        last_met_at=checks.wall_time("last_met_at", record.last_met_at),
     )
 
 

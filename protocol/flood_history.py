@@ -9,6 +9,8 @@ from peerloom.protocol.flood_messages import Batch, Head, Mark, Segment, fold
 from peerloom.protocol.limits import MAX_SEGMENT
 from peerloom.protocol.types import PeerId
 
+STRIDE = 32  # messages: a peer that asks for one chain within a long segment, again and again, costs little
+
 
 class History:
     """An unbroken row of one origin's messages from `base` on; `chain` is the chain before it.
@@ -28,6 +30,7 @@ class History:
         self._places = array("q", [base])
         self._chains = [chain]
         self._signatures = [signature]
+        self._between: dict[int, bytes] = {}  # chains between places, at multiples of STRIDE, where one was asked for
 
     def append(self, batch: Batch, chain: bytes, signature: bytes) -> None:
         """Adds the batch that comes next; `chain` is the one after it, as signed."""
@@ -63,11 +66,19 @@ class History:
         return found
 
     def chain_at(self, sequence: int) -> bytes:
-        """The chain before message `sequence`, from `base` to `next`."""
+        """The chain before message `sequence`, from `base` to `next`; once worked out near there, STRIDE hashes."""
         place = bisect_right(self._places, sequence) - 1
-        chain = self._chains[place]
-        for batch in self.batches(self._places[place], sequence):
-            chain = fold(chain, batch)
+        at, chain = self._places[place], self._chains[place]
+        nearest = sequence - sequence % STRIDE
+        if nearest > at and nearest in self._between:
+            at, chain = nearest, self._between[nearest]
+        while at < sequence:
+            end = min(sequence, at - at % STRIDE + STRIDE)
+            for batch in self.batches(at, end):
+                chain = fold(chain, batch)
+            if end % STRIDE == 0:
+                self._between[end] = chain
+            at = end
         return chain
 
     def segment(self, sequence: int, most: int = MAX_SEGMENT) -> Segment | None:

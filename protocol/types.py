@@ -15,7 +15,7 @@ PROTOCOL_MAX = 1
 
 Role = Literal["trainer", "bootstrap"]
 NodeState = Literal[
-    "starting", "fetching", "training", "seeking", "exchanging", "restarting", "draining", "done", "serving"
+    "starting", "fetching", "training", "seeking", "exchanging", "stalled", "restarting", "draining", "done", "serving"
 ]
 Reach = Literal["unknown", "direct", "via"]  # not found out yet; can be dialled; is reached through others
 Encoding = Literal["fp32", "bf16", "int8"]
@@ -65,6 +65,10 @@ class PeerRecord:
     accuracy: float | None = None  # held-out, of a classification task
     stage: int = -1  # of a pipeline, that it hosts, claims or stands by for; -1: none
     stage_role: StageRole = ""
+    up_bytes_per_s: float = 0.0  # over the last half minute
+    down_bytes_per_s: float = 0.0
+    last_partner: str = ""  # whom it exchanged with last: a peer id, "" for nobody yet
+    last_met_at: float = 0.0  # when that was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 
 from peerloom.node.seams import WorkerDied
@@ -29,20 +29,25 @@ KEEP_FREED = {
 
 
 class Child:
-    """Runs `python -m MODULE PIPE_FD MEMORY_FD PARENT_PID`, the module getting those two descriptors.
+    """Runs `python -m MODULE PIPE_FD MEMORY_FD PARENT_PID [FD ...]`, the module getting all those descriptors.
 
     A fresh interpreter, as `spawn` gives, but by `subprocess`: `multiprocessing` would import the daemon's `__main__`
     into the child and keep a resource tracker beside it. All that the child prints goes to the log `peerloom.worker`.
+    `what` is what a death's message calls it; `code` is its exit code, negative for a signal, once it has ended.
     """
 
-    def __init__(self, module: str, memory_fd: int) -> None:
+    def __init__(
+        self, module: str, memory_fd: int, others: Sequence[int] = (), what: str = "the worker process"
+    ) -> None:
+        self.what = what
+        self.code: int | None = None
         self._pipe, theirs = Pipe()
         self._stderr_fd, stderr = os.pipe()
         os.set_blocking(self._stderr_fd, False)
-        fds = (theirs.fileno(), memory_fd)
+        fds = (theirs.fileno(), memory_fd, *others)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, fds), str(os.getpid())],
+                [sys.executable, "-m", module, *map(str, (*fds[:2], os.getpid(), *others))],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
@@ -120,6 +125,7 @@ class Child:
             self._process.kill()
             code = self._process.wait()
         self._read_stderr()
+        self.code = code
         self._ended.set()
         self._on_death(WorkerDied(self._obituary(code)))
 
@@ -131,7 +137,7 @@ class Child:
             how = f"ended with exit code {code}"
         fatal = [line for line in self._lines if line.startswith("Fatal Python error")]
         said = self.last_words or (fatal or list(self._lines) or [""])[-1]
-        return f"the worker process {how}" + (f": {said}" if said else "")
+        return f"{self.what} {how}" + (f": {said}" if said else "")
 
     def _read_stderr(self) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,39 @@ from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.protocol.runspec import TrainSpec
 
 
+class Inner(Protocol):
+    """What trains the model's parameters: on one device (`InnerLoop`), or on several (`group.Group`)."""
+
+    def step(self, windows: Tensor, rate: float) -> Tensor:
+        """One optimizer step; the batch's mean loss, detached."""
+        ...
+
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss in nats a token."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets the moments."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by "what/parameter", on the CPU."""
+        ...
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes up what `state` gave; raises ValueError."""
+        ...
+
+
 class InnerLoop:
     """Trains `model` in place; token windows are (batch, length + 1) int64 on any device.
 
     AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
     the hidden matrices, and AdamW keeps embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all,
-    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases. On
-    CUDA the forward pass runs under bf16 autocast over fp32 weights. Create it after the parameters have their final
-    memory.
+    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases.
+    Gradients are clipped by their norm over `model`; with "basis_rotated" the hidden matrices and the rest each by
+    their own, as the code of arXiv 2602.03515 does. On CUDA the forward pass runs under bf16 autocast over fp32
+    weights. Create it after the parameters have their final memory.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec) -> None:
@@ -68,11 +93,17 @@ class InnerLoop:
             _set_rate(self._adam, rate)
         if self._muon is not None:
             _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
-        if self._train.clip_norm:
-            nn.utils.clip_grad_norm_(self._parameters, self._train.clip_norm)
+        for part in self._clipped_together() if self._train.clip_norm else ():
+            nn.utils.clip_grad_norm_(part, self._train.clip_norm)
         for optimizer in self._optimizers():
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def _clipped_together(self) -> list[list[nn.Parameter]]:
+        if self._train.optimizer != "basis_rotated":
+            return [self._parameters]
+        hidden = [parameter for name, parameter in self._named if name in self._hidden]
+        return [hidden, [parameter for name, parameter in self._named if name not in self._hidden]]
 
     def evaluate(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats a token, in eval mode, without a trace on the state."""
@@ -113,7 +144,7 @@ class InnerLoop:
         for name, parameter in self._named:
             found = {key.split("/", 1)[0]: value for key, value in state.items() if key.split("/", 1)[1] == name}
             for what, value in found.items():
-                fits = _state_shape(what, parameter)
+                fits = state_shape(what, parameter.shape)
                 if value.dim() and value.shape != fits:
                     raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
                 where = None if what == "step" and self._device.type == "cpu" else self._device
@@ -134,10 +165,10 @@ def _basis_rotated(hidden: Sequence[Tensor], others: list[dict[str, Any]], train
     )
 
 
-def _state_shape(what: str, parameter: Tensor) -> torch.Size:
+def state_shape(what: str, shape: torch.Size) -> torch.Size:
     """Of a tensor of the optimizer's state: a basis and its covariance are square, the rest are as their parameter."""
     side = {"left": 0, "right": 1}.get(what.split("_", 1)[0])
-    return parameter.shape if side is None else torch.Size((parameter.shape[side],) * 2)
+    return shape if side is None else torch.Size((shape[side],) * 2)
 
 
 def _hidden_matrices(model: nn.Module) -> set[str]:

@@ -1,4 +1,6 @@
-"""The worker process: `python -m peerloom.node.worker.main PIPE_FD MEMORY_FD PARENT_PID`, started by `port.py` alone.
+"""The worker process: `python -m peerloom.node.worker.main PIPE_FD MEMORY_FD PARENT_PID [RANK_FD ...]`.
+
+Started by `port.py` alone, with a pipe to each rank of the node's other devices.
 
 It imports torch and transformers before its first command, so that this overlaps with the daemon's discovery; then it
 obeys one command at a time. It ends when the daemon does: by a signal on Linux, by the pipe's end elsewhere.
@@ -16,10 +18,11 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from peerloom.node.seams import STEPS
 from peerloom.node.worker import messages
 from peerloom.protocol.errors import PeerloomError
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from peerloom.node.worker.tasks import Task
 
 PR_SET_PDEATHSIG = 1
+TELL_STEPS_S = 1.0
 LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
 
 
@@ -37,14 +41,18 @@ class _Over(Exception):
 class Worker:
     """Reads commands, runs them on the task, answers; looks at the pipe between local steps."""
 
-    def __init__(self, pipe: Connection[Any, Any], memory_fd: int, imports_s: float) -> None:
+    def __init__(
+        self, pipe: Connection[Any, Any], memory_fd: int, imports_s: float, ranks: Sequence[Connection[Any, Any]] = ()
+    ) -> None:
         self._pipe = pipe
+        self._ranks = ranks  # of this node's other devices
         self._memory_fd = memory_fd
         self._imports_s = imports_s
         self._waiting: deque[messages.Request] = deque()
         self._task: Task | None = None
         self._over = False
         self._interrupted = -1  # the round whose local steps are to end
+        self._steps, self._told_at = 0, 0.0
 
     def run(self) -> None:
         """Obeys until the end; raises what a command raised unless it is the user's to mend."""
@@ -81,14 +89,15 @@ class Worker:
     def _start(self, command: messages.Start) -> messages.Started:
         from peerloom.node.worker.tasks import open_task
 
-        task = self._task = open_task(command.setup, self._memory_fd, self._progress)
+        task = self._task = open_task(command.setup, self._memory_fd, self._progress, self._ranks)
         return messages.Started(task.ready(), task.layout, {"imports": self._imports_s, **task.phases})
 
     def _progress(self, what: str, share: float) -> None:
         self._pipe.send(messages.Progress(what, share))
 
     def interrupted(self, round: int) -> bool:
-        """Whether to end the local steps of `round` now; commands but a Finish that is due wait for their turn."""
+        """Whether to end the local steps of `round`; commands but a Finish that is due wait. Asked after each step."""
+        self._tell_steps()
         while self._pipe.poll():
             self.wait()
         return self._interrupted == round
@@ -105,6 +114,15 @@ class Worker:
                 self._answer(request)
             case _:
                 self._waiting.append(request)
+
+
+    def _tell_steps(self) -> None:
+        """Lets the daemon see that steps are taken: it cannot tell a long round from a frozen process."""
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._told_at >= TELL_STEPS_S:
+            self._told_at = now
+            self._progress(STEPS, float(self._steps))
 
 
 def die_with(parent_pid: int) -> None:
@@ -146,16 +164,22 @@ def guarded(pipe: Connection[Any, Any], run: Callable[[], None]) -> int:
     return 0
 
 
-def main() -> int:
-    """The process, from its first line to its exit code."""
-    pipe_fd, memory_fd, parent_pid = map(int, sys.argv[1:4])
+def prepare_process(parent_pid: int) -> None:
+    """What every process of a worker does first."""
     die_with(parent_pid)
     for shared in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and service managers signal the whole group at once:
         signal.signal(shared, signal.SIG_IGN)  # what it means is the daemon's to say, which still drains with us
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+
+
+def main() -> int:
+    """The process, from its first line to its exit code."""
+    pipe_fd, memory_fd, parent_pid, *ranks = map(int, sys.argv[1:])
+    prepare_process(parent_pid)
     pipe: Connection[Any, Any] = Connection(pipe_fd)
-    return guarded(pipe, lambda: Worker(pipe, memory_fd, import_libraries()).run())
+    others: list[Connection[Any, Any]] = [Connection(fd) for fd in ranks]
+    return guarded(pipe, lambda: Worker(pipe, memory_fd, import_libraries(), others).run())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Train:
 
     round: int
     fragment: int = 0
+    linger_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

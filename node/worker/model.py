@@ -31,6 +31,15 @@ def build_model(spec: RunSpec) -> nn.Module:
     return built
 
 
+def numel_of(spec: RunSpec) -> int | None:
+    """How many parameters a model built from sizes has, without memory for it; None for a stored one."""
+    if spec.model.path:
+        return None
+    with torch.device("meta"):
+        model: nn.Module = _from_sizes(spec)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def init_digest(flat: Tensor) -> str:
     """BLAKE3 in hex over the flat fp32 parameters' bytes."""
     return blake3(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()

@@ -18,14 +18,14 @@ def steps_before(fragment: int, spec: GaslocSpec) -> int:
     return offset(fragment, spec.local_steps, spec.fragments) - before
 
 
-def another_step(done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 0) -> bool:
+def another_step(done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 0, linger_s: float = 0.0) -> bool:
     """Whether a step towards the fragment's exchange follows the `done` ones, which took `elapsed_s`.
 
-    With `round_s`: whether one as long as their mean ends within it.
+    With `round_s`: whether one as long as their mean ends within it and `linger_s`.
     """
     if not spec.round_s:
         return done < steps_before(fragment, spec)
-    return done == 0 or (done < MAX_STEPS and elapsed_s * (done + 1) / done <= spec.round_s)
+    return done == 0 or (done < MAX_STEPS and elapsed_s * (done + 1) / done <= spec.round_s + linger_s)
 
 
 def may_go_on(done: int, elapsed_s: float, spec: GaslocSpec) -> bool:

@@ -18,8 +18,8 @@ Answer = TypeVar("Answer")
 class WorkerProcess(WorkerCalls):
     """The worker of all methods but SeedFlow."""
 
-    def __init__(self, launched: WorkerCalls | None = None) -> None:
-        super().__init__(launched)
+    def __init__(self, launched: WorkerCalls | None = None, *, ranks: int = 1) -> None:
+        super().__init__(launched, ranks=ranks)
         self._round = -1
         self._block: SharedBlock | None = None
 
@@ -31,10 +31,10 @@ class WorkerProcess(WorkerCalls):
         self._block = SharedBlock(self._memory_fd, started.layout)
         return started.ready
 
-    async def train(self, round: int, fragment: int = 0) -> RoundTrained:
+    async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Runs the fragment's local steps of `round`; raises StorageError when the batch cursor cannot be kept."""
         self._round = round
-        return await self._call(messages.Train(round, fragment), RoundTrained)
+        return await self._call(messages.Train(round, fragment, linger_s), RoundTrained)
 
     async def ask(self, command: messages.Command, answer: type[Answer]) -> Answer:
         """Carries out a command of the spec's method."""

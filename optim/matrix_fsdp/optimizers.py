@@ -15,10 +15,10 @@ from peerloom.optim.matrix_fsdp.modules import outer_matrices
 from peerloom.optim.matrix_fsdp.runtime import holdings, sharding_of
 from peerloom.optim.soap import SOAP
 
-Matrix = Literal["muon", "soap", "basis_rotated"]
+Matrix = Literal["muon", "soap", "basis_rotated", "adamw"]
 
 _MATRIX_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "muon": Muon, "soap": SOAP, "basis_rotated": BasisRotatedAdam,
+    "muon": Muon, "soap": SOAP, "basis_rotated": BasisRotatedAdam, "adamw": AdamW,
 }  # fmt: skip
 
 
@@ -104,8 +104,8 @@ def build_optimizer(
     """An optimizer of a model, sharded or plain: `matrix` trains the hidden matrices, AdamW all else.
 
     Hidden matrices are the trainable parameters of two dimensions but the embeddings and the head. `lr`, `weight_decay`
-    and `settings` (momentum, ns_steps, betas, freq, ...) go to the matrix optimizer: torch.optim.Muon, SOAP or
-    BasisRotatedAdam. AdamW decays embeddings, head and other matrices, not vectors. Call it after
+    and `settings` (momentum, ns_steps, betas, freq, ...) go to the matrix optimizer: torch.optim.Muon, SOAP,
+    BasisRotatedAdam or AdamW itself. AdamW decays embeddings, head and other matrices, not vectors. Call it after
     `matrix_fully_shard`, and again whenever the model is sharded anew. Raises ShardingError for an unknown `matrix`,
     ValueError for settings out of range.
     """

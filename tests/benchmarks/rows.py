@@ -48,12 +48,17 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def main(description: str, measure: Callable[[argparse.Namespace], list[Row]]) -> None:
-    """Parses the flags all benchmarks share, measures, prints the rows and writes them with --json."""
+def main(
+    description: str,
+    measure: Callable[[argparse.Namespace], list[Row]],
+    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+) -> None:
+    """Parses the flags all benchmarks share and `more`, measures, prints the rows and writes them with --json."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="end within 60 s on 2 cores")
     parser.add_argument("--full", action="store_true", help="more repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    more(parser)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended then too
     rows = measure(arguments)

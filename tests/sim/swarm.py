@@ -362,11 +362,11 @@ def _tapped(swarm: Swarm) -> type[GossipMachine]:
     return Tapped
 
 
-def play(plan: Plan, scenario: Callable[[Swarm], Awaitable[None]]) -> Swarm:
+def play(plan: Plan, scenario: Callable[[Swarm], Awaitable[None]], kind: type[Swarm] = Swarm) -> Swarm:
     """Runs a scenario on a fresh swarm to its end; fails on any error nobody raised and on any task left."""
 
     async def main() -> Swarm:
-        swarm = Swarm(plan)
+        swarm = kind(plan)
         swarm.loop.set_exception_handler(lambda loop, context: swarm.errors.append(str(context)))
         handler = _ErrorLog(swarm)
         logging.getLogger("peerloom").addHandler(handler)

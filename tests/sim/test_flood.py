@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import patch
 
 from peerloom.protocol.errors import IdentityInUse
+from peerloom.protocol.flood import FloodMachine
+from peerloom.protocol.flood_links import Link
+from peerloom.protocol.flood_messages import Versions
 from tests.sim.flood_swarm import FloodSwarm, play, spec
 
 
@@ -146,3 +150,28 @@ def test_a_node_whose_log_is_lost_goes_on_from_what_others_have_of_it(tmp_path: 
     assert [member.failure for member in swarm.members] == [None] * 3
     assert len({member.facts.state_hash for member in swarm.members}) == 1
     assert not any(member.counters["flood_cut"] for member in swarm.members)
+
+
+def test_a_bug_in_the_flood_ends_the_node_with_its_error(tmp_path: Path) -> None:
+    """Not only the link over which it was met: that comes anew, and nobody would ever know."""
+    compare = FloodMachine._compare
+
+    async def scenario(swarm: FloodSwarm) -> None:
+        victim = swarm.members[0]
+
+        def broken(machine: FloodMachine, link: Link, versions: Versions) -> None:
+            if machine._own == victim.peer_id:
+                raise ZeroDivisionError("a bug")
+            compare(machine, link, versions)
+
+        with patch.object(FloodMachine, "_compare", broken):
+            for member in swarm.members:
+                member.start()
+            assert victim.running is not None
+            async with asyncio.timeout(120.0):
+                await asyncio.wait((victim.running,))
+        assert any("_check_driver" in error and "ZeroDivisionError" in error for error in swarm.errors)
+        await swarm.members[1].kill()
+        swarm.errors.clear()
+
+    play(lambda: FloodSwarm(tmp_path, 2, spec()), scenario)

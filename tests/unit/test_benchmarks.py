@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows
+from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -42,7 +42,18 @@ def reach_rows() -> list[Row]:
     return reach.rows(10_000_000, 1, seconds, {"direct": [0.002], "relayed": [0.005]})
 
 
-@pytest.mark.parametrize("name", ["overhead", "exchange", "dht", "seedflow", "basis_rotation", "reach"])
+def soak_rows() -> list[Row]:
+    before, after = soak.Sample(100.0, 30, 5000, 10, 5), soak.Sample(110.0, 31, 9000, 20, 5)
+    return soak.growth(before, after, "trainer", "4 trainers")
+
+
+def watch_rows() -> list[Row]:
+    return watch.rows(5, 36.0, 12.0, 0.32, 5.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["overhead", "exchange", "dht", "seedflow", "basis_rotation", "reach", "pipeline", "soak", "watch"]
+)
 def test_each_runs_alone_and_names_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +73,8 @@ def test_each_runs_alone_and_names_its_flags(
         (overhead_rows, ["tokens_per_s", "daemon_rss", "join_to_first_step"]),
         (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "int8_vs_grpc", "peak_copies"]),
         (reach_rows, ["relay_throughput", "relay_latency_ms"]),
+        (soak_rows, ["trainer_rss", "trainer_open_files", "trainer_log_bytes_a_round", "trainer_dht_records"]),
+        (watch_rows, ["status_render", "status_frame", "page_core_share", "metrics_scrape"]),
         (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
     ],
 )

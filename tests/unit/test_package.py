@@ -14,7 +14,7 @@ import peerloom.node
 import peerloom.optim
 import peerloom.proto
 import peerloom.protocol
-from peerloom.node import demo, status
+from peerloom.node import demo, doctor, status
 from peerloom.node.failures import exit_codes
 from peerloom.protocol import errors
 from peerloom.protocol.errors import PeerError, PeerloomError
@@ -80,11 +80,12 @@ def test_ci_runs_readmes_own_test_command() -> None:
     assert "^python3 -m venv .*pytest" in (ROOT / ".ci" / "run").read_text(), "CI takes the command from README"
 
 
-@pytest.mark.parametrize("module", [status, demo])
+@pytest.mark.parametrize("module", [status, demo, doctor])
 def test_readme_shows_the_json_as_its_module_documents_it(module: ModuleType) -> None:
     documented = re.search(r"^    \{.*?\n\n", module.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert documented is not None
-    assert textwrap.dedent(documented[0]).strip() in README
+    text = (ROOT / "deploy/README.md").read_text() if module is doctor else README
+    assert textwrap.dedent(documented[0]).strip() in text
 
 
 def test_readme_opens_with_its_two_commands() -> None:

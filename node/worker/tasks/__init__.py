@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
+from peerloom.node.devices import check_devices
 from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
@@ -35,8 +37,20 @@ class Task(Protocol):
         ...
 
 
-def open_task(setup: WorkerSetup, memory_fd: int, progress: Callable[[str, float], None]) -> Task:
-    """The task of the spec's method; raises as the worker's start() does."""
+def open_task(
+    setup: WorkerSetup,
+    memory_fd: int,
+    progress: Callable[[str, float], None],
+    ranks: Sequence[Connection[Any, Any]] = (),
+) -> Task:
+    """The task of the spec's method, `ranks` being pipes to those of the other devices; raises as start() does."""
+    if len(setup.devices) > 1:
+        check_devices(setup.spec, setup.devices)
+        if len(ranks) != len(setup.devices) - 1:
+            raise RuntimeError(f"{len(setup.devices)} devices, and {len(ranks)} ranks beside this one")
+        from peerloom.node.worker.tasks.gasloc_group import GaslocGroupTask
+
+        return GaslocGroupTask(setup, memory_fd, progress, ranks)
     if setup.spec.method == "pipeline":
         from peerloom.node.worker.tasks.stage import StageTask
 

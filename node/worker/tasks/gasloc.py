@@ -20,13 +20,13 @@ from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.inner import InnerLoop
+from peerloom.node.worker.inner import Inner, InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
 from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tokenizer import load_tokenizer
-from peerloom.optim.flat import FlatParameters
+from peerloom.optim.flat import FlatParameters, Layout
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
@@ -69,7 +69,7 @@ class GaslocTask:
         self._clock = clock
         self._last_batches = 0
         self.phases: dict[str, float] = {}
-        self._device = chosen_device(setup)
+        self._device = self._choose_device()
         since = clock()
         progress("model", 0.0)
         model = build_model(self._spec)
@@ -93,24 +93,37 @@ class GaslocTask:
         self.phases[name] = now - since
         return now
 
+    def _choose_device(self) -> torch.device:
+        return chosen_device(self._setup, self._setup.device)
+
     def _place(self, model: nn.Module, memory_fd: int) -> None:
         """Puts the parameters and GASLoC's buffers where they live: the shared block, or the GPU with copies in it."""
-        gasloc = self._spec.gasloc
-        numel = FlatParameters(model.named_parameters()).numel
         on_cpu = self._device.type == "cpu"
-        lossy = gasloc.encoding != "fp32"
-        own_outbox = lossy or gasloc.overlap
-        pieces = Pieces(numel, gasloc)
-        self.layout = BlockLayout(numel, sum(pieces.sizes), own_outbox, pieces.sizes)
+        host, previous = self._open_block(FlatParameters(model.named_parameters()).numel, memory_fd)
+        self._model = model.to(self._device)
+        self._flat = FlatParameters(self._model.named_parameters(), host if on_cpu else None)
+        flat = self._flat.flat
+        live = (self._host_theta, previous) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
+        self._inner: Inner = InnerLoop(self._model, self._spec.train)
+        self._open_method(flat, live, self._flat.layout())
+
+    def _open_block(self, numel: int, memory_fd: int) -> tuple[Tensor, Tensor]:
+        """Lays out and maps the shared block; the flat parameters and `previous` in it."""
+        gasloc = self._spec.gasloc
+        self._pieces = Pieces(numel, gasloc)
+        own_outbox = gasloc.encoding != "fp32" or gasloc.overlap
+        self.layout = BlockLayout(numel, sum(self._pieces.sizes), own_outbox, self._pieces.sizes)
         self._block = SharedBlock(memory_fd, self.layout, create=True)
-        self._host_theta = torch.frombuffer(self._block.view("theta"), dtype=torch.float32)
         self._inbox = torch.frombuffer(self._block.view("inbox"), dtype=torch.uint8)
         self._outbox = torch.frombuffer(self._block.view("outbox"), dtype=torch.uint8)
-        host = [torch.frombuffer(self._block.view(name), dtype=torch.float32) for name in ("params", "previous")]
-        self._model = model.to(self._device)
-        self._flat = FlatParameters(self._model.named_parameters(), host[0] if on_cpu else None)
-        flat = self._flat.flat
-        live = (self._host_theta, host[1]) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
+        self._host_theta, host, previous = (
+            torch.frombuffer(self._block.view(name), dtype=torch.float32) for name in ("theta", "params", "previous")
+        )
+        return host, previous
+
+    def _open_method(self, flat: Tensor, live: tuple[Tensor, Tensor], layout: Layout) -> None:
+        """GASLoC over the flat parameters, with `live` (theta, previous) beside them."""
+        gasloc, on_cpu, lossy = self._spec.gasloc, flat.device.type == "cpu", self._spec.gasloc.encoding != "fp32"
         y = flat
         if gasloc.overlap:
             y = self._outbox.view(torch.float32) if on_cpu and not lossy else torch.empty_like(flat)
@@ -126,10 +139,18 @@ class GaslocTask:
         )
         itself = on_cpu and not lossy  # the outbox is where y is
         outbox = None if itself else self._outbox
-        self._exchanges = Exchanges(self._method, self._spec, self._setup.peer_id, pieces, y, self._inbox, outbox)
+        self._exchanges = Exchanges(self._method, self._spec, self._setup.peer_id, self._pieces, y, self._inbox, outbox)
         self._init_digest = init_digest(flat)
-        self._layout_digest = layout_digest(self._flat.layout())
-        self._inner = InnerLoop(self._model, self._spec.train)
+        self._layout_digest = layout_digest(layout)
+
+    def _seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def _collect(self) -> None:
+        """Brings the parameters into the flat tensor that GASLoC works on; where they are its views, they are there."""
+
+    def _spread(self) -> None:
+        """The other way round."""
 
     def _open_data(self, progress: Callable[[str, float], None]) -> None:
         data, train = self._spec.data, self._spec.train
@@ -162,6 +183,7 @@ class GaslocTask:
             raise RunMismatch(f"the checkpoints in {self._folder} belong to another run or model; move them away")
         state = {"theta": found.theta, "previous": found.previous, "momentum": self._spec.gasloc.momentum}
         self._method.load_state_dict(state if found.params is None else {**state, "params": found.params})
+        self._spread()
         self._exchanges.remember(meta.distances)
         self._inner.load_state(found.optimizer)
         self._position = _Position(
@@ -199,8 +221,8 @@ class GaslocTask:
     def obey(self, command: messages.Command, between: Between) -> object:
         """Carries out one command; `between` is called between local steps."""
         match command:
-            case messages.Train(round, fragment):
-                return self.train(round, lambda: between.interrupted(round), fragment, between.wait)
+            case messages.Train(round, fragment, linger_s):
+                return self.train(round, lambda: between.interrupted(round), fragment, between.wait, linger_s)
             case messages.Take(fragment, weight, pieces, replace):
                 return self.take(fragment, weight, pieces, replace)
             case messages.Settle(fragment):
@@ -219,6 +241,7 @@ class GaslocTask:
         interrupted: Callable[[], bool],
         fragment: int = 0,
         wait: Callable[[], None] = lambda: None,
+        linger_s: float = 0.0,
     ) -> RoundTrained:
         """The local steps up to a fragment's exchange, at least one; `interrupted` is asked after each.
 
@@ -238,9 +261,9 @@ class GaslocTask:
         started = self._clock()
         if fragment == 0:
             self._method.start_round()
-        torch.manual_seed(self._dropout_seed(first))
+        self._seed(self._dropout_seed(first))
         losses: list[Tensor] = []
-        while another_step(len(losses), self._clock() - started, spec, fragment):
+        while another_step(len(losses), self._clock() - started, spec, fragment, linger_s):
             if not may_go_on(len(losses), self._clock() - started, spec):
                 started += self._until_finished(wait)
             if first + len(losses) == self._cursor.next:
@@ -293,7 +316,10 @@ class GaslocTask:
             self._progress(FIRST_STEP, 1.0)
 
     def _propose(self, losses: Tensor) -> None:
+        self._collect()
         y = self._exchanges.propose()
+        if self._spec.gasloc.overlap:
+            self._spread()  # local steps go on from y
         if not (bool(losses.isfinite().all()) and bool(y.sum().isfinite())):
             raise NonFiniteLoss(
                 f"training diverged in round {self._position.round} (step {self._position.step}): the loss or a "
@@ -313,6 +339,7 @@ class GaslocTask:
     def settle(self, fragment: int) -> Taken:
         """Ends the exchanges of a fragment before the last."""
         mixed = self._exchanges.settle()
+        self._spread()
         self._publish_theta(fragment)
         return Taken(**mixed._asdict())
 
@@ -322,7 +349,10 @@ class GaslocTask:
         With overlap, what is evaluated is theta with the local steps taken since, if any. Fragments whose turn has not
         come are proposed to nobody.
         """
+        if self._spec.gasloc.overlap:
+            self._collect()  # local steps went on; elsewhere the flat tensor holds y
         mixed = self._exchanges.finish(mix)
+        self._spread()
         at = self._position
         at.round += 1
         if at.adopted_at is not None and at.adam_steps >= self._spec.train.warmup_steps:
@@ -337,6 +367,7 @@ class GaslocTask:
     def adopt(self, round: int, step: int) -> RoundFinished:
         """Takes the donor's state from the theta region: y_prev = theta, fresh moments, a short new warm-up."""
         self._method.adopt(self._host_theta.clone())
+        self._spread()
         self._inner.reset()
         at = self._position
         at.round, at.step, at.adam_steps, at.adopted_at = round, step, 0, step
@@ -389,22 +420,22 @@ class GaslocTask:
             self._host_theta[span].copy_(self._method.theta[span])
 
 
-def chosen_device(setup: WorkerSetup) -> torch.device:
-    """The device that a setup names, and its CPU threads set; raises ConfigError."""
+def chosen_device(setup: WorkerSetup, name: str) -> torch.device:
+    """The device of that name, and the CPU threads of a setup set; raises ConfigError."""
     if setup.threads:
         torch.set_num_threads(setup.threads)
-    if setup.device == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(setup.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f'device: {setup.device!r} is no device; use "cpu", "cuda" or "cuda:1"') from error
+        raise ConfigError(f'device: {name!r} is no device; use "cpu", "cuda" or "cuda:1"') from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f'device: {setup.device!r} is not supported; use "cpu", "cuda" or "cuda:1"')
+        raise ConfigError(f'device: {name!r} is not supported; use "cpu", "cuda" or "cuda:1"')
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device: {setup.device!r} is not there ({count} CUDA devices are); use another, or cpu")
+            raise ConfigError(f"device: {name!r} is not there ({count} CUDA devices are); use another, or cpu")
     return device
 
 

@@ -44,7 +44,7 @@ class SeedflowTask:
         self._memory_fd = memory_fd
         self._stepped = False
         self.phases: dict[str, float] = {}
-        self._device = chosen_device(setup)
+        self._device = chosen_device(setup, setup.device)
         began = time.perf_counter()
         progress("model", 0.0)
         built = build_model(self._spec)

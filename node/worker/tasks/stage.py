@@ -64,7 +64,7 @@ class StageTask:
         self._first, self._last = setup.stage == 0, setup.stage == spec.pipeline.stages - 1
         self._wire = torch.bfloat16 if spec.pipeline.encoding == "bf16" else torch.float32
         self._rows = spec.train.batch_size // spec.pipeline.microbatches
-        self._device = chosen_device(setup)
+        self._device = chosen_device(setup, setup.device)
         self.phases: dict[str, float] = {}
         began = time.perf_counter()
         progress("model", 0.0)

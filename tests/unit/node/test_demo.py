@@ -105,6 +105,8 @@ async def test_a_swarm_is_started_watched_and_stopped(plan: DemoPlan, monkeypatc
         "cpu",
         "--threads",
         str(plan.threads),
+        "--http",
+        "none",
         "--log-format",
         "json",
     ]

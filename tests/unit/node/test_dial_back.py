@@ -6,6 +6,7 @@ import ipaddress
 
 import pytest
 
+from peerloom.node import dial_back
 from peerloom.node.dial_back import DialBacks, may_dial
 from peerloom.node.tls import make_certificate
 from peerloom.protocol import limits
@@ -43,8 +44,8 @@ def test_what_may_be_dialled_for_a_caller(address: str, host: str | None, may: b
 def backs(clock: Jumpable, error: PeerloomError | None = None) -> tuple[DialBacks, list[str]]:
     dialled: list[str] = []
 
-    async def probe(peer: PeerId, request: DialBack, address: str) -> None:
-        dialled.append(address)
+    async def probe(peer: PeerId, request: DialBack, addresses: tuple[str, ...]) -> None:
+        dialled.extend(addresses)
         if error is not None:
             raise error
 
@@ -68,6 +69,16 @@ async def test_nothing_is_dialled_that_must_not_be() -> None:
     request = DialBack((HERE, "10.0.0.1:22", "no-such-host.invalid:1"), b"c")
     assert await made.serve(PEER, request, None) == ()
     assert not dialled
+
+
+async def test_a_name_is_dialled_at_what_was_checked_and_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(address: str) -> list[dial_back.IpAddress]:
+        return [ipaddress.ip_address(each) for each in ("8.8.8.8", "2606:4700::1", "8.8.8.8")]
+
+    monkeypatch.setattr(dial_back, "resolved", found)
+    made, dialled = backs(Jumpable())
+    assert await made.serve(PEER, DialBack(("node.example:4001",), b"c"), None) == ("node.example:4001",)
+    assert dialled == ["8.8.8.8:4001", "[2606:4700::1]:4001"]
 
 
 @pytest.mark.parametrize("error", [LinkError("nobody"), AuthenticationError("another")])

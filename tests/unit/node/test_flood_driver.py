@@ -22,7 +22,7 @@ from peerloom.node.identity import Identity, verify
 from peerloom.protocol.codec_flood import FloodFrame, FloodWriter
 from peerloom.protocol.errors import DigestMismatch, LimitExceeded, MalformedMessage, ProtocolError
 from peerloom.protocol.flood import FloodMachine
-from peerloom.protocol.flood_events import Apply, PeersSeen
+from peerloom.protocol.flood_events import Apply, FloodEffect, FloodEvent, PeersSeen, Received
 from peerloom.protocol.flood_messages import Batch, Head, Segments, Snapshot
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
 from peerloom.protocol.services import FLOOD
@@ -170,6 +170,26 @@ async def test_a_link_that_breaks_is_made_again_and_what_was_missed_is_asked_for
     await one.driver.own_steps(0, (1, 2, 3))
     two.driver.feed(PeersSeen((one.peer_id,)))
     await until(lambda: two.machine.total() == 3)
+
+
+async def test_a_bug_in_a_link_s_task_is_told_and_not_met_again_and_again(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = nodes
+    one.see(two)
+    await until(lambda: one.machine.settled())
+    handle = two.machine.handle
+
+    def broken(event: FloodEvent, now: float) -> list[FloodEffect]:
+        if isinstance(event, Received):
+            raise ZeroDivisionError
+        return handle(event, now)
+
+    monkeypatch.setattr(two.machine, "handle", broken)
+    await one.driver.own_steps(0, (1,))
+    await until(lambda: two.driver.failed is not None)
+    assert isinstance(two.driver.failed, ZeroDivisionError) and two.driver.changed.is_set()
+    assert one.driver.failed is None
 
 
 @pytest.mark.parametrize(

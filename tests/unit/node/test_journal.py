@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from peerloom.node.journal import Journal
+from peerloom.node import journal as module
+from peerloom.node.journal import KEPT, Journal
 
 
 def journal(path: Path | None) -> Journal:
@@ -68,3 +69,35 @@ def test_a_folder_in_its_place_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "metrics.jsonl").mkdir()
     journal(tmp_path / "metrics.jsonl").write("a")
     assert "rounds go on" in caplog.text
+
+
+def test_it_is_rotated_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 200)
+    written = journal(tmp_path / "metrics.jsonl")
+    for number in range(100):
+        written.write("round", round=number)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files[-KEPT:]] == [f"metrics.jsonl.{number}" for number in range(1, KEPT + 1)]
+    assert len(files) in (KEPT, KEPT + 1) and all(file.stat().st_size < 300 for file in files)
+    kept = [json.loads(line)["round"] for file in files for line in file.read_text().splitlines()]
+    assert sorted(kept) == list(range(100 - len(kept), 100)), "the newest, without a gap"
+
+
+def test_tensorboard_takes_the_rounds(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    from peerloom.node.tensorboard import TensorBoard
+
+    curves = TensorBoard(tmp_path / "curves")
+    written = Journal(None, lambda: 1.0, curves.take)
+    written.write("first_step")
+    written.write("round", step=20, held_out_loss=2.5, train_loss=None, tokens=100, partner="x")
+    curves.close()
+    (file,) = (tmp_path / "curves").iterdir()
+    data, scalars, at = file.read_bytes(), {}, 0
+    while at < len(data):  # a record: length, its checksum, an event, its checksum
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        scalars |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        at += length + 16
+    assert scalars == {("loss/held_out", 20): 2.5, ("progress/tokens", 20): 100.0}

@@ -1,22 +1,21 @@
-"""The metrics endpoint, scraped over a real socket."""
+"""What Prometheus sees: clean exposition, names by convention, and the one table that lists them."""
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from pathlib import Path
 
-import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from peerloom.node.metrics import MetricsServer
-from peerloom.protocol.errors import PortInUse
+from peerloom.node.metrics import COUNTERS, RENAMED, exposition
+from peerloom.node.status import rows_of, totals_of
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
+ROOT = Path(__file__).resolve().parents[3]
 RECORD = PeerRecord(
     peer_id=PeerId("12D3KooWA"),
-    name="a",
+    name='a "quoted"\\ name',
     role="trainer",
     addresses=("127.0.0.1:1",),
     cert_der=b"x",
@@ -28,55 +27,68 @@ RECORD = PeerRecord(
     round=7,
     tokens=1024,
     loss=2.5,
+    sketch=(1.0, 2.0),
 )
+STATUS = NodeStatus(record=RECORD, counters=dict.fromkeys(COUNTERS, 3.0) | {"exchange_seconds_max": 0.5})
+TOTALS = totals_of(rows_of([STATUS, NodeStatus(record=RECORD)], 2.0))
+OPEN = "application/openmetrics-text; version=1.0.0"
+SUFFIX = re.compile(r"_(seconds|bytes|ratio|nats|per_second|total|info)$")
+UNITLESS = {  # counts of things that are in the name
+    "peerloom_state", "peerloom_round", "peerloom_optimizer_steps", "peerloom_partners", "peerloom_swarm_nodes",
+    "peerloom_swarm_tokens", "peerloom_swarm_token_budget", "peerloom_swarm_missing_stages",
+    "peerloom_swarm_states_differ", "peerloom_relay_places", "peerloom_open_tunnels_relayed",
+    "peerloom_open_tunnels_delivered", "peerloom_half_open_tunnels",
+}  # fmt: skip
 
 
-@pytest.fixture
-def statuses() -> list[NodeStatus]:
-    return [NodeStatus(record=RECORD, counters={"gossip_committed": 3.0, "exchange_seconds_max": 0.5})]
+def exported() -> dict[str, str]:
+    """Every sample name of ours, and its family's type."""
+    from dataclasses import replace
 
-
-@pytest.fixture
-def server(statuses: list[NodeStatus]) -> Iterator[MetricsServer]:
-    server = MetricsServer(0, lambda: statuses[-1])
-    yield server
-    server.stop()
-
-
-def get(server: MetricsServer, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
-def test_a_scrape_parses_and_holds_the_figures(server: MetricsServer) -> None:
-    samples = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(get(server, "/metrics"))
+    totals = replace(TOTALS, consensus_distance=0.1, states_differ=1)
+    body, _ = exposition(lambda: STATUS, lambda: totals)(OPEN)
+    return {
+        sample.name: family.type
+        for family in parse_open(body.decode())
         for sample in family.samples
+        if sample.name.startswith("peerloom_")
     }
-    assert samples["peerloom_round"] == 7
-    assert samples["peerloom_tokens_total"] == 1024
-    assert samples["peerloom_held_out_loss_nats"] == 2.5
-    assert samples["peerloom_gossip_committed_total"] == 3
-    assert samples["peerloom_exchange_seconds_max"] == 0.5
 
 
-def test_health_follows_the_state(server: MetricsServer, statuses: list[NodeStatus]) -> None:
-    assert get(server, "/healthz") == "training\n"
-    statuses.append(NodeStatus(record=replace(RECORD, state="restarting", reason="it died")))
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(server, "/healthz")
-    with caught.value as error:
-        assert error.code == 503 and error.read() == b"restarting: it died\n"
+def test_both_formats_parse_and_hold_the_figures() -> None:
+    scrape = exposition(lambda: STATUS, lambda: TOTALS)
+    for accept, parse in (("", parse_text), (OPEN, parse_open)):
+        body, _ = scrape(accept)
+        samples = {s.name: s.value for family in parse(body.decode()) for s in family.samples}
+        assert samples["peerloom_round"] == 7
+        assert samples["peerloom_tokens_total"] == 1024
+        assert samples["peerloom_held_out_loss_nats"] == 2.5
+        assert samples["peerloom_gossip_committed_total"] == 3
+        assert samples["peerloom_longest_exchange_seconds"] == 0.5
+        assert samples["process_open_fds"] > 0
+    body, _ = scrape("")
+    states = [s for f in parse_text(body.decode()) if f.name == "peerloom_state" for s in f.samples]
+    assert {s.labels["state"]: s.value for s in states}["training"] == 1
+    assert sum(s.value for s in states) == 1 and len(states) > 5
 
 
-def test_other_paths_say_what_there_is(server: MetricsServer) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(server, "/")
-    with caught.value as error:
-        assert error.code == 404
+def test_names_follow_the_conventions() -> None:
+    for name, kind in exported().items():
+        assert re.fullmatch(r"peerloom_[a-z0-9_]+", name)
+        assert SUFFIX.search(name) or name in UNITLESS, f"{name} has no unit"
+        assert name.endswith("_total") == (kind == "counter"), f"{name} is a {kind}"
 
 
-def test_a_taken_port_is_said(server: MetricsServer, statuses: list[NodeStatus]) -> None:
-    with pytest.raises(PortInUse, match=str(server.port)):
-        MetricsServer(server.port, lambda: statuses[-1])
+def test_the_operators_table_lists_exactly_what_is_exported() -> None:
+    text = (ROOT / "deploy/README.md").read_text()
+    listed = set(re.findall(r"^\| `(peerloom_\w+)`", text, re.MULTILINE))
+    assert listed == set(exported())
+
+
+def test_every_counter_of_the_code_is_told_in_words() -> None:
+    counted = set()
+    for folder in ("node", "protocol"):
+        for file in (ROOT / folder).rglob("*.py"):
+            counted |= set(re.findall(r'(?:count|worst|Count)\(\s*"([a-z_]+)"', file.read_text()))
+    assert counted <= set(COUNTERS), "add what it says to metrics.COUNTERS, and a line to deploy/README.md"
+    assert set(RENAMED) <= set(COUNTERS)

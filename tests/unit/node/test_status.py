@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from peerloom.node.failures import DEGRADED, EMPTY, OK
-from peerloom.node.status import LastHeard, health_of, render, rows_of, short, summary, to_json, totals_of
-from peerloom.protocol.runspec import ModelSpec, RunSpec
-from peerloom.protocol.spec_pipeline import PipelineSpec
+from peerloom.node.status import LastHeard, health_of, problems_of, rows_of, to_json, totals_of
+from peerloom.node.status_table import columns_for, duration, render, short, summary
+from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
 
 NOW = 1_700_000_000.0
@@ -90,6 +92,13 @@ def test_a_node_that_said_goodbye_is_forgotten(state: str) -> None:
     assert [each.record.name for each in heard.observe([status("a")])] == ["a"]
 
 
+def test_a_node_that_was_silent_for_an_hour_is_forgotten() -> None:
+    heard = LastHeard()
+    heard.observe([status("a"), status("b")])
+    assert len(heard.observe([status("a", age_s=-3500)])) == 2
+    assert len(heard.observe([status("a", age_s=-3700)])) == 1
+
+
 def test_an_old_record_does_not_hide_a_fresher_answer() -> None:
     heard = LastHeard()
     heard.observe([status("a", age_s=1, round=9)])
@@ -114,12 +123,13 @@ def test_a_restarted_node_starts_anew() -> None:
 def test_json_is_the_documented_schema() -> None:
     spec = RunSpec()
     said: dict[str, Any] = {"loss": 2.5, "round": 3, "step": 60, "tokens": 100, "sketch": (3.0, 4.0)}
-    said |= {"reach": "via", "via": ("r",)}
+    said |= {"last_partner": "12D3KooWx", "last_met_at": NOW - 4}
     rows = rows_of([status("a", **said, partners={"x": 2, "y": 0})], NOW)
     assert json.loads(json.dumps(to_json(spec, spec.run_id, rows, NOW))) == {
         "schema": 1,
         "at": NOW,
         "health": "healthy",
+        "problems": [],
         "run": {"id": spec.run_id, "name": "stdlib-llama", "method": "gasloc"},
         "totals": {
             "nodes": 1,
@@ -128,10 +138,15 @@ def test_json_is_the_documented_schema() -> None:
             "silent": 0,
             "tokens_per_s": 0,
             "tokens": 100,
+            "token_budget": None,
+            "left_s": None,
             "loss_min": 2.5,
             "loss_max": 2.5,
             "loss_spread": 0.0,
             "consensus_distance": None,
+            "states_differ": None,
+            "stages": {},
+            "missing_stages": [],
         },
         "nodes": [
             {
@@ -154,17 +169,21 @@ def test_json_is_the_documented_schema() -> None:
                 "version": "0.1.0",
                 "started_at": NOW - 100,
                 "sketch": [3.0, 4.0],
-                "reach": "via",
-                "via": ["r"],
+                "reach": "unknown",
+                "via": [],
                 "relays": False,
-                "state_hash": "",
-                "messages": 0,
-                "accuracy": None,
+                "where": "127.0.0.1",
                 "stage": None,
                 "stage_role": "",
+                "up_bytes_per_s": 0.0,
+                "down_bytes_per_s": 0.0,
+                "last_partner": "12D3KooWx",
+                "last_met_s": 4.0,
+                "accuracy": None,
+                "state_hash": "",
+                "messages": 0,
             }
         ],
-        "pipeline": None,
     }
 
 
@@ -173,7 +192,7 @@ def test_the_table_is_whole_at_80_columns() -> None:
     rows = rows_of(
         [
             status("a-rather-long-name-for-a-node", round=123456, loss=10.123, tokens_per_s=123456,
-                   up_bytes=9 * 10**11, down_bytes=9 * 10**11, partners={str(i): 1 for i in range(120)}),
+                   up_bytes_per_s=9e11, down_bytes_per_s=8e11, last_partner="12D3KooWpartner7"),
             status("b", age_s=100, reason="the model is being fetched"),
             status("c", state="restarting", reason="the training process died"),
         ],
@@ -182,7 +201,7 @@ def test_the_table_is_whole_at_80_columns() -> None:
     out = io.StringIO()
     Console(file=out, width=80, color_system=None).print(render(spec, spec.run_id, rows))
     text = out.getvalue()
-    for part in ("123456", "10.123", "123k", "900G", "120", "silent 100 s", "restarting", "partners", "100 s"):
+    for part in ("123456", "10.123", "123k", "900G", "800G", "partner7", "silent", "restarting", "partner", "2 m"):
         assert part in text, f"{part} is cut from\n{text}"
     assert "b: silent for 100 s, last heard training (the model is being fetched)" in text
     assert "c: restarting: the training process died" in text
@@ -206,21 +225,75 @@ def test_the_header_names_the_distance_of_the_trainers_that_are_heard() -> None:
     assert "consensus" not in summary(totals_of(rows_of(near[:1], NOW)))
 
 
-def test_a_pipeline_says_which_stages_have_no_host() -> None:
-    spec = RunSpec(method="pipeline", model=ModelSpec(layers=4), pipeline=PipelineSpec(stages=4))
+def test_a_wider_terminal_shows_more_and_every_column_has_its_place() -> None:
+    rows = rows_of([status("a")], NOW)
+    headings = {width: [column.heading for column in columns_for(rows, width)] for width in (40, 80, 200)}
+    assert headings[40] == ["peer", "state", "round"]
+    assert headings[80] == ["peer", "state", "round", "loss", "tok/s", "up/s", "down/s", "partner", "age"]
+    assert headings[200] == [
+        "peer", "state", "role", "round", "loss", "tok/s", "up/s", "down/s", "partner", "age", "link", "where",
+        "version",
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodRecord(PeerRecord):
+    """A record as the other methods make it."""
+
+    via: tuple[PeerId, ...] = ()
+    stage: int = -1
+    stage_role: str = "hosts"
+    state_hash: str = ""
+    messages: int = 0
+
+
+def piped(name: str, **fields: Any) -> NodeStatus:
+    plain = status(name).record
+    return NodeStatus(record=MethodRecord(**{key: getattr(plain, key) for key in plain.__slots__} | fields))
+
+
+def test_stages_hashes_and_relays_are_shown_where_records_have_them() -> None:
     rows = rows_of(
         [
-            status("a", stage=0, stage_role="hosts"),
-            status("b", stage=1, stage_role="stands_by", state="seeking"),
-            status("c", stage=2, stage_role="hosts", age_s=20),
-            status("d", stage=3, stage_role="hosts"),
+            piped("a", stage=0, state_hash="aa"),
+            piped("b", stage=0, state_hash="aa", via=("12D3KooWr",)),
+            piped("c", stage=2, state_hash="bb"),
+            piped("d", stage=3, stage_role="claims", state_hash="cc", messages=9),  # has seen more than the others
+            piped("e"),
         ],
         NOW,
     )
-    told = to_json(spec, spec.run_id, rows, NOW)
-    assert (told["pipeline"], told["health"]) == ({"stages": 4, "missing": [1, 2]}, "degraded")
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(spec, spec.run_id, rows))
-    text = console.export_text()
-    assert "no host of stage 1, 2 of 4: the run waits for one" in text
-    assert "spare 1" in text and "stage" in text and "partners" not in text
+    totals = totals_of(rows, cast(RunSpec, SimpleNamespace(
+        method="pipeline", token_budget=0, pipeline=SimpleNamespace(stages=4))))
+    assert (totals.stages, totals.missing_stages, totals.states_differ) == ({"0": 2, "2": 1}, [1, 3], 1)
+    assert "stages 0:2 2:1, missing stages 1 3" in summary(totals)
+    assert problems_of(rows, totals) == ["stage 1 is served by nobody", "stage 3 is served by nobody"]
+    out = io.StringIO()
+    Console(file=out, width=120, color_system=None).print(render(RunSpec(), RunSpec().run_id, rows))
+    assert "stage" in out.getvalue() and "relayed" in out.getvalue() and "direct" in out.getvalue()
+
+
+def test_the_budget_tells_how_long_it_lasts() -> None:
+    rows = rows_of([status("a", tokens=250, tokens_per_s=0.5), status("b", tokens=250, tokens_per_s=9.5)], NOW)
+    totals = totals_of(rows, RunSpec(token_budget=36_500))
+    assert (totals.token_budget, totals.left_s) == (36_500, 3600.0)
+    assert "500 of 36k tokens, 1.0 h left" in summary(totals)
+    assert totals_of(rows[:0], RunSpec(token_budget=5)).left_s is None
+
+
+def test_what_is_wrong_is_said_in_sentences() -> None:
+    rows = rows_of(
+        [status("a"), status("b", state="stalled", reason="no step for 90 s"), status("c", age_s=40)], NOW
+    )
+    assert problems_of(rows, totals_of(rows)) == [
+        "b is stalled: no step for 90 s", "c is silent for 40 s, last heard training"
+    ]  # fmt: skip
+    assert health_of(rows) == DEGRADED
+    assert problems_of([], totals_of([])) == ["no trainer is there"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (59.6, "1 m"), (3570, "1.0 h"), (86_400, "1 d"), (9e9, "999 d")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -113,6 +113,19 @@ async def test_interrupt_ends_a_round_early(make: Make, tmp_path: Path) -> None:
     assert (await worker.finish(mix=False)).round == 1
 
 
+async def test_a_timed_round_lingers_until_it_is_interrupted(make: Make, tmp_path: Path) -> None:
+    spec = tiny_spec(write_text(tmp_path / "text"))
+    given = setup(replace(spec, gasloc=replace(spec.gasloc, round_s=0.2)), tmp_path)
+    worker = make()
+    await started(worker, given)
+    training = asyncio.create_task(worker.train(0, linger_s=3600.0))
+    done, _ = await asyncio.wait((training,), timeout=1.0)
+    assert not done
+    await worker.interrupt()
+    assert (await training).batches >= 1
+    assert (await worker.finish(mix=False)).round == 1
+
+
 @pytest.mark.parametrize("encoding", ["fp32", "bf16"])
 async def test_overlap_trains_on_while_the_outbox_stands(make: Make, tmp_path: Path, encoding: Encoding) -> None:
     spec = tiny_spec(write_text(tmp_path / "text"), encoding=encoding)

@@ -165,6 +165,25 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(source: Path) -> None
     assert inner._adam.param_groups[0]["lr"] == pytest.approx(spec.train.learning_rate / 2)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "basis_rotated"])
+def test_rotated_matrices_and_the_rest_are_clipped_apart(
+    source: Path, optimizer: Literal["adamw", "basis_rotated"]
+) -> None:
+    """Seen in the first moments after one step, whose norm no rotation changes."""
+    spec = tiny_spec(source)
+    train = replace(spec.train, optimizer=optimizer, clip_norm=0.5)
+    inner = InnerLoop(build_model(spec), train)
+    for parameter in inner._model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    inner.update(1e-3)
+    squares = {True: 0.0, False: 0.0}
+    for key, value in inner.state().items():
+        if key.startswith("exp_avg/"):
+            squares[".layers." in key and value.dim() == 2] += float(value.square().sum())
+    parts = list(squares.values()) if optimizer == "basis_rotated" else [sum(squares.values())]
+    assert [part**0.5 for part in parts] == pytest.approx([0.5 * (1 - train.beta1)] * len(parts), rel=1e-4)
+
+
 def test_the_hidden_matrices_are_rotated_and_the_rest_not(source: Path) -> None:
     spec = tiny_spec(source)
     spec = replace(

@@ -126,6 +126,10 @@ records = st.builds(
     loss=st.none() | finite,
     up_bytes=counts,
     down_bytes=counts,
+    up_bytes_per_s=finite,
+    down_bytes_per_s=finite,
+    last_partner=st.just("") | peer_ids,
+    last_met_at=times,
 )
 statuses = st.builds(
     NodeStatus,
@@ -236,6 +240,10 @@ def record_bytes(**changes: Any) -> bytes:
         ("addresses", ["127.0.0.1:1"] * 17, LimitExceeded),
         ("cert_der", b"", MalformedMessage),
         ("cert_der", b"c" * 2049, LimitExceeded),
+        ("last_partner", "12D3 Koo", MalformedMessage),
+        ("last_met_at", math.nan, MalformedMessage),
+        ("up_bytes_per_s", math.inf, MalformedMessage),
+        ("down_bytes_per_s", math.nan, MalformedMessage),
         ("sketch", [0.0] * 65, LimitExceeded),
         ("sketch", [math.nan], MalformedMessage),
         ("sketch", [-math.inf], MalformedMessage),

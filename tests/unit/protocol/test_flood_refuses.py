@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from peerloom.protocol import flood_history
 from peerloom.protocol.effects import Count, ScorePeer
 from peerloom.protocol.flood import MAX_DOUBTS
 from peerloom.protocol.flood_events import (
@@ -86,6 +87,26 @@ def test_a_good_batch_is_kept_applied_and_passed_on() -> None:
     assert [type(effect) for effect in effects if not isinstance(effect, Count)] == [Keep, Apply, Send]
     assert effects[0] == Keep(GOOD)
     assert effects[-1] == Send(STRANGER, Segments((GOOD,)))
+
+
+def test_a_peer_that_asks_within_a_segment_again_and_again_costs_few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, long = Node(), Batch(ORIGIN, 0, 0, tuple(range(1000)))
+    node.take(signed(long, START))
+    expected = {place: fold(START, replace(long, scalars=long.scalars[:place])) for place in range(1001)}
+    history = node.machine._sources[ORIGIN].history
+    for place in (999, 1, 31, 32, 33, 500, 1000, 0):
+        assert history.chain_at(place) == expected[place]
+    hashed = 0
+
+    def counting(chain: bytes, batch: Batch) -> bytes:
+        nonlocal hashed
+        hashed += len(batch.scalars)
+        return fold(chain, batch)
+
+    monkeypatch.setattr(flood_history, "fold", counting)
+    node.take(Segments(tuple(Segment(Batch(ORIGIN, 999, 999, (999,)), bytes(64)) for _ in range(100))))
+    node.take(Wants(tuple(Want(ORIGIN, 990) for _ in range(100))))
+    assert 0 < hashed <= 300 * flood_history.STRIDE  # a duplicate asks twice
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,20 @@ def test_the_scalar_is_the_slope_along_the_direction() -> None:
         assert flow.estimate(lambda: loss_of(model), seed) / 2**16 == pytest.approx(slope, rel=0.02, abs=0.02)
 
 
+@pytest.mark.parametrize("step", [0, 12])
+def test_a_message_moves_every_tensor_by_lr_times_its_scalar_along_its_own_direction(step: int) -> None:
+    """One coordinate a tensor, in the subspace of the message's step, whoever sent it."""
+    model = tied()
+    flow = make(model, lr=0.25)
+    flow.advance(15)
+    flow.apply([(3, 9, step, 3 * 2**16)])
+    places = coordinates(torch.tensor([flow.seed_of(3, 9)]), flow._keys, 3)[0].tolist()
+    for target, place, before in zip(flow._targets, places, tied().parameters(), strict=True):
+        z = flow._weights.subspace(target, step // 10).direction(place)
+        torch.testing.assert_close(target.parameter.detach(), before.detach() - 0.25 * 3 * z, rtol=1e-5, atol=1e-5)
+    assert len(set(places)) > 1
+
+
 def test_only_what_the_regex_finds_moves() -> None:
     model = tied()
     flow = make(model, trainable=r"^hidden\.")

@@ -1,0 +1,66 @@
+"""The process of rank 1, 2, ...: `python -m peerloom.node.worker.rank PIPE_FD MEMORY_FD PARENT_PID LEADER_FD`.
+
+It does what rank 0 tells it, and ends with it, or with the daemon; the daemon sees its death by the pipe between them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from peerloom.node.worker.main import guarded, import_libraries, prepare_process
+from peerloom.protocol.errors import PeerloomError
+
+
+def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
+    """Obeys rank 0 until it is gone."""
+    from peerloom.node.worker.group import Call, Join, Joined, MapBlock
+    from peerloom.node.worker.model import build_model
+    from peerloom.node.worker.shard import Shard, join
+
+    shard: Shard | None = None
+    while True:
+        try:
+            message = leader.recv()
+        except (EOFError, OSError):
+            return
+        answer: object = None
+        if isinstance(message, Join):
+            spec = message.setup.spec
+            try:
+                model = build_model(spec)  # before the ranks meet: from there on each waits for the slowest
+                shard = Shard(model, spec.train, join(message.place), message.place.device)
+                answer = Joined()
+            except PeerloomError as error:
+                answer = Joined(str(error))
+        elif shard is None:
+            raise RuntimeError(f"rank 0 said {type(message).__name__} before there was a shard")
+        elif isinstance(message, MapBlock):
+            answer = shard.map(memory_fd, message.layout)
+        elif isinstance(message, Call):
+            answer = getattr(shard, message.method)(*message.arguments)
+            if message.method == "step":
+                answer = None  # rank 0 has the loss
+        leader.send(answer)
+
+
+def main() -> int:
+    """The process, from its first line to its exit code."""
+    pipe_fd, memory_fd, parent_pid, leader_fd = map(int, sys.argv[1:5])
+    prepare_process(parent_pid)
+    leader: Connection[Any, Any] = Connection(leader_fd)
+
+    def run() -> None:
+        import_libraries()
+        follow(leader, memory_fd)
+
+    return guarded(Connection(pipe_fd), run)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

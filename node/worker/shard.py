@@ -1,0 +1,280 @@
+"""One rank of a node with several devices: its shard of the model, its rows of each batch, its pieces of the block.
+
+All methods but `load`, `publish` and `pull` are collective: every rank of the node calls them in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from peerloom.node.worker.memory import BlockLayout, SharedBlock
+from peerloom.optim.matrix_fsdp import (
+    OwnerOptimizer,
+    ShardedModel,
+    ShardingError,
+    build_optimizer,
+    clip_grad_norm_,
+    matrix_fully_shard,
+)
+from peerloom.optim.matrix_fsdp.checkpoint import owned_share
+from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.runspec import TrainSpec
+
+Array = npt.NDArray[Any]
+
+JOIN_S = 300.0  # by which all ranks have imported their libraries and met, on a machine that may be busy
+LOST_S = 60.0  # a rank that says nothing for so long within a step is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank among the ranks of its node; `store` is the file by which they find each other."""
+
+    rank: int
+    devices: tuple[str, ...]
+    store: Path
+    threads: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.devices[self.rank])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank holds of one parameter: `rows` rows from `first_row` on."""
+
+    name: str
+    first_row: int
+    rows: int
+    whole_shape: tuple[int, ...]
+
+
+def join(place: Place) -> DeviceMesh:
+    """Meets the other ranks of the node, over gloo on the CPU and NCCL on GPUs, on this machine's own loopback."""
+    device, world_size = place.device, len(place.devices)
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # else making a mesh chooses a device by the rank
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (place.threads or torch.get_num_threads()) // world_size))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, loopback())
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=FileStore(str(place.store), world_size),
+        rank=place.rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=JOIN_S),
+    )
+    return init_device_mesh(device.type, (world_size,))
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface, which GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), names[0])
+
+
+def shared_out(count: int, rank: int, world_size: int) -> slice:
+    """The rows of a batch that a rank takes; none where there are more ranks than rows."""
+    return slice(count * rank // world_size, count * (rank + 1) // world_size)
+
+
+class Shard:
+    """Trains a rank's shard; `model` is whole and equal on all ranks. Raises ConfigError, on all ranks alike.
+
+    `memory_limit` is in bytes, None: what the device or this rank's share of the machine has free.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        memory_limit: int | None = None,
+    ) -> None:
+        self._model, self._train, self._device = model, train, device
+        self._starts, at = {}, 0
+        for name, parameter in model.named_parameters():
+            self._starts[name] = at
+            at += parameter.numel()
+        on_gpu = device.type == "cuda"
+        if memory_limit is None and not on_gpu:
+            memory_limit = psutil.virtual_memory().available // mesh.size()
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if on_gpu else None
+        try:
+            self._sharded: ShardedModel = matrix_fully_shard(
+                model, mesh, mp=mixed, timeout_s=LOST_S, memory_limit=memory_limit
+            )
+        except ShardingError as error:
+            raise ConfigError(f"devices: {error}") from error
+        self._optimizer = self._fresh()
+        self._flat: Tensor | None = None
+
+    def map(self, memory_fd: int, layout: BlockLayout) -> tuple[Held, ...]:
+        """Opens the node's shared block; answers what this rank holds."""
+        self._block = SharedBlock(memory_fd, layout)
+        self._flat = torch.frombuffer(self._block.view("params"), dtype=torch.float32)
+        return tuple(
+            Held(
+                name=owned.name,
+                first_row=owned.piece.first_row,
+                rows=owned.piece.shape[0],
+                whole_shape=owned.whole_shape,
+            )
+            for owned in self._sharded.owned()
+        )
+
+    def publish(self) -> None:
+        """Writes the owned pieces to their places in the block's flat parameters."""
+        for place, parameter in self._places():
+            place.copy_(parameter)
+
+    def pull(self) -> None:
+        """Takes the owned pieces from the block's flat parameters."""
+        for place, parameter in self._places():
+            parameter.copy_(place)
+
+    def seed(self, value: int) -> None:
+        """Of dropout."""
+        torch.manual_seed(value)
+
+    def step(self, windows: Array, share: float, rate: float) -> Tensor:
+        """One optimizer step; `windows` are this rank's rows, `share` their part of the batch. The batch's mean loss.
+
+        A rank without rows brings some with share 0: it takes part all the same.
+        """
+        self._model.train()
+        loss = self._loss(windows) * share
+        (loss * self._sharded.world_size).backward()  # type: ignore[no-untyped-call]
+        self._update(rate)
+        total = loss.detach().reshape(1).clone()
+        self._sharded.links.sum_scalar(total)
+        return total[0]
+
+    def evaluate(self, batches: Sequence[tuple[Array, float]]) -> list[float]:
+        """This rank's part of each batch's mean loss, in eval mode, without a trace on the state."""
+        self._model.eval()
+        with torch.no_grad():
+            losses = [self._loss(windows).double() * share for windows, share in batches]
+        return [float(loss) for loss in losses]
+
+    def reset(self) -> None:
+        """Forgets the moments."""
+        self._optimizer = self._fresh()
+
+    def moments(self) -> dict[str, Array]:
+        """Whole optimizer tensors by "what/parameter": what this rank is to write, disjoint from the others'."""
+        found = owned_share(self._model, self._optimizer).moments
+        return {_turned(key): value.detach().cpu().contiguous().numpy() for key, value in found.items()}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Takes up, after a reset, what belongs to the owned pieces: "what/parameter", cut as they are."""
+        self.reset()
+        for owned in self._sharded.owned():
+            found: dict[str, Any] = {}
+            for key, value in state.items():
+                what, name = key.split("/", 1)
+                if name == owned.name:
+                    stays = what == "step" and self._device.type == "cpu"
+                    found[what] = torch.from_numpy(value).clone().to("cpu" if stays else self._device)
+            if found:
+                self._optimizer.set_state_of(owned.parameter, found)
+
+    def _places(self) -> list[tuple[Tensor, Tensor]]:
+        """(place in the flat parameters, what is held), both flat."""
+        assert self._flat is not None  # ours: map() comes first
+        places = []
+        for owned in self._sharded.owned():
+            held = owned.parameter.detach().view(-1)
+            row = held.numel() // owned.piece.shape[0]
+            start = self._starts[owned.name] + owned.piece.first_row * row
+            places.append((self._flat[start : start + held.numel()], held))
+        return places
+
+    def _loss(self, windows: Array) -> Tensor:
+        tokens = torch.from_numpy(windows).to(self._device, non_blocking=True)
+        logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def _update(self, rate: float) -> None:
+        train = self._train
+        matrix = rate * (train.muon_learning_rate / train.learning_rate) if train.optimizer == "muon" else rate
+        for optimizer, lr in ((self._optimizer.matrix, matrix), (self._optimizer.adamw, rate)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        if train.clip_norm:
+            clip_grad_norm_(self._model, train.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _fresh(self) -> OwnerOptimizer:
+        train = self._train
+        betas = (train.beta1, train.beta2)
+        others: dict[str, Any] = {
+            "adamw_lr": train.learning_rate,
+            "adamw_betas": betas,
+            "adamw_eps": train.eps,
+            "adamw_weight_decay": train.weight_decay,
+            "weight_decay": train.weight_decay,
+        }
+        if train.optimizer == "muon":
+            return build_optimizer(
+                self._model, "muon", lr=train.muon_learning_rate, momentum=train.muon_momentum, **others
+            )
+        own: dict[str, Any] = {"lr": train.learning_rate, "betas": betas, "eps": train.eps, **others}
+        if train.optimizer == "adamw":
+            return build_optimizer(self._model, "adamw", fused=True, **own)
+        rotation: dict[str, Any] = {
+            "source": train.rotation_source,
+            "geometry": train.rotation_geometry,
+            "freq": train.rotation_freq,
+        }
+        return build_optimizer(self._model, "basis_rotated", **own, **rotation)
+
+
+def cut_for(held: Sequence[Held], state: Mapping[str, Tensor]) -> dict[str, Array]:
+    """What of a whole optimizer's state ("what/parameter") a rank is to load."""
+    rows = {each.name: each for each in held}
+    found: dict[str, Array] = {}
+    for key, value in state.items():
+        name = key.split("/", 1)[1]
+        if name not in rows:
+            continue
+        each = rows[name]
+        by_rows = tuple(value.shape) == each.whole_shape
+        found[key] = (value[each.first_row : each.first_row + each.rows] if by_rows else value).contiguous().numpy()
+    return found
+
+
+def rows_of(windows: Array, rank: int, world_size: int) -> tuple[Array, float]:
+    """A rank's rows of a batch, and their part of it; the first row with 0 for a rank that gets none."""
+    rows = shared_out(len(windows), rank, world_size)
+    mine = windows[rows]
+    return (np.ascontiguousarray(mine), len(mine) / len(windows)) if len(mine) else (windows[:1].copy(), 0.0)
+
+
+def _turned(key: str) -> str:
+    """ "parameter/what" as "what/parameter": no parameter's name has a slash."""
+    name, what = key.rsplit("/", 1)
+    return f"{what}/{name}"

@@ -1,0 +1,84 @@
+"""GASLoC on several devices of one node: the model is sharded over its ranks, the exchange is as on one device.
+
+theta, y and previous lie once a node in the shared block, flat in the order of a node with one device, so that nodes
+with different numbers of devices exchange with each other, and a node may change its number between two starts. For an
+exchange every rank writes the segments it owns into that block; rank 0 mixes there, and each takes its segments back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from peerloom.node.seams import WorkerSetup
+from peerloom.node.worker.group import Group, Pipe
+from peerloom.node.worker.model import numel_of
+from peerloom.node.worker.tasks.gasloc import GaslocTask, chosen_device
+from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.runspec import RunSpec
+
+
+class GaslocGroupTask(GaslocTask):
+    """GaslocTask over the ranks that `pipes` lead to; also raises ConfigError where it cannot be sharded, RankLost."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        memory_fd: int,
+        progress: Callable[[str, float], None],
+        pipes: Sequence[Pipe],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._pipes = pipes
+        super().__init__(setup, memory_fd, progress, clock)
+
+    def _choose_device(self) -> torch.device:
+        """All devices, and the memory, are looked at before a rank is told to do anything."""
+        for name in self._setup.devices:
+            device = chosen_device(self._setup, name)
+        check_memory(self._spec, len(self._setup.devices), on_cpu=device.type == "cpu")
+        self._group = Group(self._setup, self._pipes)
+        return device
+
+    def _place(self, model: nn.Module, memory_fd: int) -> None:
+        named = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+        self._model = model
+        self._group.shard(model)
+        host, previous = self._open_block(sum(torch.Size(shape).numel() for _, shape in named), memory_fd)
+        self._group.map(memory_fd, self.layout)
+        self._inner = self._group
+        self._open_method(host, (self._host_theta, previous), named)
+
+    def _seed(self, value: int) -> None:
+        self._group.seed(value)
+
+    def _collect(self) -> None:
+        self._group.publish()
+
+    def _spread(self) -> None:
+        self._group.pull()
+
+    def _publish_theta(self, fragment: int | None = None) -> None:
+        """theta lives in the block."""
+
+
+def check_memory(spec: RunSpec, ranks: int, *, on_cpu: bool) -> None:
+    """Raises ConfigError when this machine cannot hold the model's copies: one a rank while it is built.
+
+    Beside them the shared block has theta, y, previous and inbox, once; ranks on the CPU keep parameters, gradients and
+    two moments, once in all. A stored model's size shows only when it is loaded.
+    """
+    numel = numel_of(spec)
+    if numel is None:
+        return
+    copies = 4 + max(ranks, 4 if on_cpu else 0)
+    needed, free = copies * 4 * numel, psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(
+            f"devices: the model takes {needed / 2**30:.1f} GiB of memory on {ranks} devices where {free / 2**30:.1f} "
+            "GiB are free; use fewer devices or a smaller model"
+        )

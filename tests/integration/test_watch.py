@@ -1,0 +1,119 @@
+"""Watching real nodes: the page and metrics of each, a real Prometheus, their logs, and the doctor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerloom.node.failures import OK
+from tests.helpers import Node, Swarm, run_peer, wait_for
+
+pytestmark = pytest.mark.slow
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def url_of(node: Node) -> str:
+    """Where a node serves its page, as its log says."""
+    told = "page, metrics and health on "
+    lines = node.wait_for("its page", lambda: [m["message"] for m in node.messages() if m["message"].startswith(told)])
+    return str(lines[-1].removeprefix(told))
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_every_node_serves_the_swarm_as_it_sees_it(swarm: Swarm) -> None:
+    a, b = swarm.trainers("a", "b")
+    urls = {url_of(node) for node in (swarm.nodes["seed"], a, b)}
+    assert len(urls) == 3, "three nodes of one machine, three ports"
+    for node in (swarm.nodes["seed"], a):
+        url = url_of(node)
+
+        def sees_all(url: str = url) -> dict[str, Any] | None:
+            told: dict[str, Any] = json.loads(get(url + "status.json"))
+            trains = [row["name"] for row in told["nodes"] if row["state"] in ("training", "seeking", "exchanging")]
+            met = any(row["last_partner"] for row in told["nodes"])
+            return told if met and {"a", "b"} <= set(trains) else None
+
+        wait_for("both trainers on the page, and that they met", sees_all)
+        assert get(url + "healthz") and get(url + "readyz")
+        assert "peerloom_swarm_nodes" in get(url + "metrics")
+
+
+def test_every_line_of_a_log_says_whose_it_is(swarm: Swarm) -> None:
+    (a,) = swarm.trainers("a")
+    lines = a.messages()
+    rounds = [line["round"] for line in lines if line["message"].startswith("round ")]
+    assert rounds and all(isinstance(round, int) for round in rounds)
+    for line in lines:
+        assert {"time", "level", "logger", "message", "run", "peer", "round"} <= set(line)
+        assert len(line["peer"]) == 8, line
+    assert {line["run"] for line in lines if line["run"]} == {a.run_dir.name}
+    assert [line for line in lines if line["message"].startswith("worker started")][0]["run"] == a.run_dir.name
+
+
+def test_the_doctor_finds_the_way_to_the_swarm(swarm: Swarm) -> None:
+    swarm.trainers("a")
+    home = str(swarm.folder / "patient")
+    done = run_peer("doctor", swarm.invite, "--home", home, "--json", "--threads", "1", **swarm.variables)
+    assert done.returncode == OK, done.stdout
+    told = json.loads(done.stdout)
+    levels = {check["name"]: check["level"] for check in told["checks"]}
+    assert levels[f"seed {swarm.invite.split('#')[0][-8:]}"] == levels["clock"] == levels["swarm"] == "ok"
+    assert levels["upload"] == levels["download"] == "ok"
+    found = told["benchmark"]
+    assert found["model"] == "tiny" and 0 < found["training_share"] < 1
+    assert found["contribution_tokens_per_s"] < found["tokens_per_s"]
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus here: apt-get install prometheus")
+def test_a_real_prometheus_scrapes_a_node_and_its_rules_load(swarm: Swarm, tmp_path: Path) -> None:
+    (a,) = swarm.trainers("a")
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
+    target = url_of(a).removeprefix("http://").strip("/")
+    config = (DEPLOY / "prometheus/prometheus.yml").read_text().replace("15s", "1s")
+    config = config[: config.index("      - targets:")] + f"      - targets: ['{target}']\n"
+    (tmp_path / "prometheus.yml").write_text(config)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+             f"--web.listen-address={address}"], stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        def up() -> bool:
+            try:
+                return bool(query(address, 'up{job="peerloom"} == 1'))
+            except OSError:
+                assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+                return False
+
+        wait_for("a scrape that succeeds", up)
+        (sample,) = query(address, 'peerloom_node_info{job="peerloom"}')
+        assert sample["metric"]["name"] == "a"
+        assert query(address, 'peerloom_tokens_total{job="peerloom"} > 0')
+        rules = json.loads(get(f"http://{address}/api/v1/rules"))["data"]["groups"]
+        assert {group["name"] for group in rules} == {"peerloom-node", "peerloom-swarm"}
+        assert not [rule["lastError"] for group in rules for rule in group["rules"] if rule.get("lastError")]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def query(address: str, expression: str) -> list[dict[str, Any]]:
+    from urllib.parse import quote
+
+    told = json.loads(get(f"http://{address}/api/v1/query?query={quote(expression)}"))
+    found: list[dict[str, Any]] = told["data"]["result"]
+    return found

@@ -1,0 +1,288 @@
+"""A node on several devices: the same rounds, the same files, one death for all, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from peerloom.node.config import load_config
+from peerloom.node.devices import check_devices, parse_devices
+from peerloom.node.seams import WorkerDied, WorkerSetup
+from peerloom.node.worker.group import STORE
+from peerloom.node.worker.memory import anonymous_file
+from peerloom.node.worker.model import build_model
+from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker.shard import Held, Place, Shard, cut_for, join, loopback, rows_of
+from peerloom.node.worker.tasks import open_task
+from peerloom.node.worker.tasks.gasloc import GaslocTask
+from peerloom.node.worker.tasks.gasloc_group import GaslocGroupTask
+from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.runspec import RunSpec
+from tests.unit.node.tiny import never, setup, task, tiny_spec, write_text
+
+Optimizer = Literal["adamw", "muon", "basis_rotated"]
+
+
+def quiet(what: str, share: float) -> None:
+    """No progress shown."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "corpus")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a group of one rank in this process."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, loopback())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def spec_of(source: Path, optimizer: Optimizer = "adamw", batch_size: int = 4, **gasloc: Any) -> RunSpec:
+    spec = tiny_spec(source)
+    return replace(
+        spec,
+        train=replace(spec.train, optimizer=optimizer, batch_size=batch_size),
+        gasloc=replace(spec.gasloc, **gasloc),
+    )
+
+
+def on_cpus(given: WorkerSetup, count: int) -> WorkerSetup:
+    return replace(given, devices=("cpu",) * count)
+
+
+def group_task(spec: RunSpec, home: Path) -> GaslocGroupTask:
+    return GaslocGroupTask(on_cpus(setup(spec, home), 1), anonymous_file(), quiet, ())
+
+
+# ---- in this process: a group of one rank, whose parameters lie apart from the block all the same
+
+
+def rounds(worker: GaslocTask, first: int = 0) -> list[Tensor]:
+    """y and theta of three rounds, by fragments, with a partner a little off."""
+    seen = []
+    for number in range(first, first + 3):
+        for fragment in range(worker._spec.gasloc.fragments):
+            worker.train(number, never, fragment, lambda: None)
+            theirs = worker._outbox if worker._outbox is not None else worker._block.view("outbox")
+            seen.append(theirs.clone())
+            span = worker._exchanges._layout.bytes_of(worker._exchanges._layout.whole(fragment))
+            worker._inbox[span] = theirs[span]
+            if fragment + 1 < worker._spec.gasloc.fragments:
+                worker.take(fragment, 1.0, worker._exchanges._layout.whole(fragment), False)
+                worker.settle(fragment)
+        worker.finish(mix=True)
+        seen.append(worker._host_theta.clone())
+    return seen
+
+
+def apart(ones: list[Tensor], others: list[Tensor]) -> float:
+    pairs = [
+        (a.view(torch.float32), b.view(torch.float32)) if a.dtype == torch.uint8 else (a, b)
+        for a, b in zip(ones, others, strict=True)
+    ]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+def test_each_optimizer_is_set_up_as_on_one_device(
+    source: Path, tmp_path: Path, optimizer: Optimizer, alone: None
+) -> None:
+    spec = spec_of(source, optimizer)
+    spec = replace(spec, train=replace(spec.train, clip_norm=0.0))  # the two clips round otherwise
+    plain, group = task(spec, tmp_path / "plain"), group_task(spec, tmp_path / "group")
+    assert plain.ready() == group.ready()
+    assert apart(rounds(plain), rounds(group)) <= 1e-6
+    ours, theirs = group._inner.state(), plain._inner.state()
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize("gasloc", [{"fragments": 2}, {"overlap": True, "eta": 0.9}], ids=["fragments", "overlap"])
+def test_fragments_and_overlap_are_those_of_one_device(
+    source: Path, tmp_path: Path, gasloc: dict[str, Any], alone: None
+) -> None:
+    spec = spec_of(source, **gasloc)
+    assert apart(rounds(task(spec, tmp_path / "plain")), rounds(group_task(spec, tmp_path / "group"))) <= 1e-6
+
+
+def test_too_little_memory_is_told_before_a_weight_is_touched(source: Path, tmp_path: Path, alone: None) -> None:
+    spec = spec_of(source)
+    model = build_model(spec)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    mesh = join(Place(rank=0, devices=("cpu",), store=tmp_path / STORE))
+    with pytest.raises(ConfigError, match=r"^devices: rank 0: the model takes .* GiB where 0.00 GiB are free; use"):
+        Shard(model, spec.train, mesh, torch.device("cpu"), memory_limit=1000)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+# ---- what is refused, and what is shared out
+
+
+def test_devices_are_named_in_two_ways() -> None:
+    assert parse_devices(["0", "cuda:2"]) == ("cuda:0", "cuda:2")
+    assert parse_devices(["cpu:3"]) == ("cpu",) * 3
+    assert load_config(devices="cpu:2").devices == ("cpu", "cpu")
+    assert load_config(devices="cpu:1").devices == ("cpu",)
+
+
+@pytest.mark.parametrize("bad", ["0,0", "cpu", "cpu:0", "cpu:65", "0,cpu:2", "cpu:2,cpu:2", "tpu:1", "-1"])
+def test_what_is_no_list_of_devices_is_named(bad: str) -> None:
+    with pytest.raises(ConfigError, match=f"--devices = .*{bad}.*must be GPU numbers, each once, as in 0,1,2,3"):
+        load_config(devices=bad)
+
+
+@pytest.mark.parametrize(("method", "why"), [("seedflow", "of the whole model on one"), ("pipeline", "are whole")])
+def test_methods_that_cannot_use_several_devices_say_why(source: Path, method: Any, why: str) -> None:
+    spec = replace(tiny_spec(source), method=method)
+    check_devices(spec, ("cpu",))
+    with pytest.raises(ConfigError, match=f"^--devices: .*{why}; start a node for each device"):
+        check_devices(spec, ("cpu", "cpu"))
+
+
+def test_a_gpu_that_is_not_there_is_named_before_any_rank_is_told(source: Path, tmp_path: Path) -> None:
+    there = torch.cuda.device_count()
+    given = replace(setup(tiny_spec(source), tmp_path), devices=("cuda:98", "cuda:99"))
+    with pytest.raises(ConfigError, match=f"'cuda:98' is not there \\({there} CUDA devices are\\)"):
+        GaslocGroupTask(given, anonymous_file(), quiet, ())
+    assert not (tmp_path / "peer-a").exists()
+
+
+def test_a_model_too_large_for_the_machine_is_refused_before_it_is_built(source: Path, tmp_path: Path) -> None:
+    spec = tiny_spec(source)
+    huge = replace(spec, model=replace(spec.model, hidden_size=1 << 16, intermediate_size=1 << 18, layers=64))
+    with pytest.raises(ConfigError, match=r"^devices: the model takes \d+\.\d GiB of memory on 2 devices where"):
+        GaslocGroupTask(on_cpus(setup(huge, tmp_path), 2), anonymous_file(), quiet, ())
+    assert not (tmp_path / "peer-a").exists()
+
+
+def test_one_device_is_the_task_without_a_group(source: Path, tmp_path: Path) -> None:
+    given = on_cpus(setup(tiny_spec(source), tmp_path), 1)
+    assert type(open_task(given, anonymous_file(), quiet)) is GaslocTask
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(4, 2), (5, 3), (2, 3), (1, 4)])
+def test_every_row_goes_to_one_rank(rows: int, ranks: int) -> None:
+    windows = torch.arange(rows * 3).view(rows, 3).numpy()
+    parts = [rows_of(windows, rank, ranks) for rank in range(ranks)]
+    assert sum(share for _, share in parts) == pytest.approx(1.0)
+    assert all(len(part) for part, _ in parts)
+    kept = [torch.from_numpy(part) for part, share in parts if share]
+    assert torch.equal(torch.cat(kept), torch.from_numpy(windows))
+
+
+# ---- processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """y and theta of each round, fp32."""
+
+    proposals: list[Tensor]
+    thetas: list[Tensor]
+    round: int
+
+
+def numbers(view: memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(view), dtype=torch.float32)
+
+
+async def live(worker: WorkerProcess, given: WorkerSetup, count: int) -> Life:
+    """Rounds with a partner whose proposal is this node's, a little off, then a checkpoint."""
+    ready = await worker.start(given, quiet)
+    proposals, thetas = [], []
+    for number in range(ready.round, ready.round + count):
+        await worker.train(number)
+        y = numbers(worker.outbox())
+        worker.inbox()[:] = (y + 0.01 * torch.linspace(-1, 1, len(y))).numpy().tobytes()
+        await worker.finish(mix=True)
+        proposals.append(y)
+        thetas.append(numbers(worker.theta()))
+    await worker.save()
+    return Life(proposals=proposals, thetas=thetas, round=ready.round)
+
+
+def live_here(worker: GaslocTask, count: int) -> Life:
+    """The same in this process, on one device."""
+    first = worker.ready().round
+    proposals, thetas = [], []
+    for number in range(first, first + count):
+        worker.train(number, never)
+        y = worker._outbox.view(torch.float32).clone()
+        worker._inbox.view(torch.float32).copy_(y + 0.01 * torch.linspace(-1, 1, len(y)))
+        worker.finish(mix=True)
+        proposals.append(y)
+        thetas.append(worker._host_theta.clone())
+    worker.save()
+    return Life(proposals=proposals, thetas=thetas, round=first)
+
+
+def same(ours: Life, theirs: Life) -> bool:
+    return ours.round == theirs.round and max(
+        apart(ours.proposals, theirs.proposals), apart(ours.thetas, theirs.thetas)
+    ) <= 1e-6
+
+
+def kept(home: Path, name: str) -> dict[str, Tensor]:
+    folder = sorted((home / "peer-a" / "checkpoints").glob("round-*"))[-1]
+    return safetensors.torch.load_file(folder / name)
+
+
+async def lose_a_rank(worker: WorkerProcess) -> None:
+    """Takes the group down, and is named."""
+    pids, training = worker.pids, asyncio.create_task(worker.train(6))
+    await asyncio.sleep(0)
+    os.kill(pids[2], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 2 .*SIGKILL|rank 2 did not answer"):
+        await training  # three steps may be done before the kill: then the next call
+        await worker.finish(mix=False)
+    await worker.stop()
+    assert len(pids) == 3 and not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.slow
+async def test_a_node_may_change_its_number_of_devices(source: Path, tmp_path: Path) -> None:
+    """Two devices, one, three (of which one gets no row of the batch, and one is lost), against one all along."""
+    spec, home = spec_of(source, batch_size=2), tmp_path / "node"
+    references = [live_here(task(spec, tmp_path / "one"), 2) for _ in range(3)]
+    for reference, devices in zip(references, (2, 1, 3), strict=True):
+        if devices == 1:
+            found = live_here(task(spec, home), 2)
+        else:
+            open_before = len(os.listdir("/proc/self/fd"))
+            worker = WorkerProcess(ranks=devices)
+            try:
+                found = await live(worker, on_cpus(setup(spec, home), devices), 2)
+                if devices == 3:
+                    await lose_a_rank(worker)
+            finally:
+                await worker.stop()
+            assert len(os.listdir("/proc/self/fd")) == open_before
+        assert same(found, reference)
+    ours, theirs = (kept(each, "optimizer.safetensors") for each in (home, tmp_path / "one"))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-6, msg=key)
+
+
+def test_a_rank_loads_its_rows_and_its_counters() -> None:
+    held = [Held(name="w", first_row=2, rows=2, whole_shape=(4, 3))]
+    state = {"exp_avg/w": torch.arange(12.0).view(4, 3), "step/w": torch.tensor(5.0), "step/other": torch.tensor(1.0)}
+    found = cut_for(held, state)
+    assert found.keys() == {"exp_avg/w", "step/w"}
+    assert found["exp_avg/w"].tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]] and float(found["step/w"]) == 5.0

@@ -1,0 +1,189 @@
+"""The page's server: files, feed, health, metrics, and whom it lets ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from peerloom.node.http_endpoint import DEFAULT, Endpoint, parse_endpoint
+from peerloom.node.http_feed import MAX_BEHIND, MAX_LISTENERS
+from peerloom.node.http_server import FILES
+from peerloom.protocol.errors import ConfigError, PortInUse
+from tests.unit.node.page_swarm import FakeSwarm, served
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def next_event(stream: aiohttp.StreamReader) -> tuple[str, Any]:
+    kind = (await stream.readline()).decode().strip().removeprefix("event: ")
+    data = (await stream.readuntil(b"\n\n")).decode().strip().removeprefix("data: ")
+    return kind, json.loads(data)
+
+
+async def test_every_file_of_the_page_is_served_and_names_no_other_host(client: aiohttp.ClientSession) -> None:
+    async with served(FakeSwarm(3)) as server:
+        for path, (_, content_type) in FILES.items():
+            async with client.get(server.url + path.lstrip("/")) as answer:
+                text = await answer.text()
+                assert answer.status == 200 and answer.content_type == content_type
+                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                assert not [word for word in text.split() if "//" in word and "://" in word and "w3.org" not in word]
+
+
+async def test_a_listener_gets_all_once_and_then_what_changed(client: aiohttp.ClientSession) -> None:
+    swarm = FakeSwarm(4)
+    swarm.step()
+    async with served(swarm) as server, client.get(server.url + "events") as answer:
+        kind, first = await next_event(answer.content)
+        assert kind == "snapshot" and first["this"] == swarm.own.peer_id
+        assert {row["name"] for row in first["changed"]} == {"organizer", *(f"node-00{n}" for n in range(1, 5))}
+        assert (first["health"], len(first["met"])) == ("healthy", 2)
+        assert all(len(points) == 1 for points in first["curves"].values())
+        swarm.frozen.add(swarm.peer("node-001"))
+        swarm.step()
+        swarm.change("node-002", state="stalled", reason="no step for 90 s")
+        swarm.leave("node-003")
+        left = next(peer for peer in swarm.gone)
+        swarm.feed.look()
+        kind, news = await next_event(answer.content)
+        assert kind == "update" and news["gone"] == [left]
+        assert {row["name"] for row in news["changed"]} == {"organizer", "node-002", "node-004"}
+        assert (news["health"], news["problems"]) == ("degraded", ["node-002 is stalled: no step for 90 s"])
+        assert {(event["name"], event["what"]) for event in news["events"]} == {
+            ("node-003", "has left"), ("node-002", "stalled: no step for 90 s")
+        }  # fmt: skip
+        swarm.step(8.0)
+        swarm.feed.look()
+        _, news = await next_event(answer.content)
+        assert [row["silent"] for row in news["changed"] if row["name"] == "node-001"] == [True]
+        assert ("node-001", "silent") in {(event["name"], event["what"]) for event in news["events"]}
+
+
+async def test_status_json_is_the_documented_object(client: aiohttp.ClientSession) -> None:
+    async with served(FakeSwarm(2)) as server, client.get(server.url + "status.json") as answer:
+        told = await answer.json()
+    assert told["schema"] == 1 and told["totals"]["nodes"] == 3
+    assert [row["role"] for row in told["nodes"]] == ["trainer", "trainer", "bootstrap"]
+
+
+@pytest.mark.parametrize(
+    ("state", "alive", "ready"),
+    [("serving", 200, 200), ("starting", 200, 503), ("stalled", 503, 503), ("restarting", 503, 503)],
+)
+async def test_health_and_readiness(client: aiohttp.ClientSession, state: Any, alive: int, ready: int) -> None:
+    swarm = FakeSwarm(1)
+    swarm.own = replace(swarm.own, state=state, reason="because")
+    async with served(swarm) as server:
+        for path, code in (("healthz", alive), ("readyz", ready)):
+            async with client.get(server.url + path) as answer:
+                assert (answer.status, await answer.text()) == (code, f"{state}: because\n")
+
+
+async def test_metrics_are_served_in_both_formats(client: aiohttp.ClientSession) -> None:
+    async with served(FakeSwarm(2)) as server:
+        async with client.get(server.url + "metrics") as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        async with client.get(server.url + "metrics", headers=accept) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            families = {family.name for family in text_string_to_metric_families(await answer.text())}
+    assert {"peerloom_node", "peerloom_swarm_nodes", "process_resident_memory_bytes"} <= families
+
+
+async def test_other_paths_methods_and_hosts_are_refused(client: aiohttp.ClientSession) -> None:
+    async with served(FakeSwarm(1)) as server:
+        async with client.get(server.url + "etc/passwd") as answer:
+            assert answer.status == 404
+        async with client.post(server.url + "events") as answer:
+            assert answer.status == 405
+        async with client.get(server.url + "status.json", headers={"Host": "evil.example:80"}) as answer:
+            assert answer.status == 403
+
+
+async def test_a_reader_that_does_not_read_is_dropped_and_pages_are_limited() -> None:
+    swarm = FakeSwarm(2)
+    queue = swarm.feed.listen()
+    for _ in range(MAX_BEHIND + 2):
+        swarm.step()
+        swarm.feed.look()
+    assert queue.qsize() == MAX_BEHIND + 1  # the last one ends it
+    while (data := queue.get_nowait()) is not None:
+        assert data.startswith(b"event: ")
+    queues = [swarm.feed.listen() for _ in range(MAX_LISTENERS)]
+    async with served(swarm) as server, aiohttp.ClientSession() as client:
+        async with client.get(server.url + "events") as answer:
+            assert answer.status == 503
+        swarm.feed.leave(queues[0])
+        async with client.get(server.url + "events") as answer:
+            assert answer.status == 200
+
+
+async def test_stopping_ends_open_pages_at_once(client: aiohttp.ClientSession) -> None:
+    async with served(FakeSwarm(1)) as server:
+        answer = await client.get(server.url + "events")
+        await next_event(answer.content)
+        await server.stop()
+        await answer.content.read()  # comes back: the stream has ended
+        assert answer.content.at_eof()
+        answer.close()
+
+
+async def test_a_taken_port_is_said_and_the_default_moves_on() -> None:
+    async with served(FakeSwarm(1)) as first:
+        port = int(first.url.split(":")[-1].strip("/"))
+        with pytest.raises(PortInUse, match=str(port)):
+            async with served(FakeSwarm(1), Endpoint("127.0.0.1", port, moves=False)):
+                raise AssertionError("both listen on one port")
+        async with served(FakeSwarm(1), Endpoint("127.0.0.1", port, moves=True)) as second:
+            assert second.url != first.url
+    with pytest.raises(ConfigError, match="192.0.2.1"):
+        async with served(FakeSwarm(1), Endpoint("192.0.2.1", 0, moves=False)):
+            raise AssertionError("not this machine's address")
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("none", None),
+        (DEFAULT, Endpoint("127.0.0.1", 9464, moves=True)),
+        ("0.0.0.0:80", Endpoint("0.0.0.0", 80, moves=False)),
+        ("[::1]:0", Endpoint("::1", 0, moves=False)),
+    ],
+)
+def test_endpoints(text: str, endpoint: Endpoint | None) -> None:
+    assert parse_endpoint(text) == endpoint
+
+
+async def test_the_feed_stays_bounded_over_a_day() -> None:
+    swarm = FakeSwarm(5)
+    for step in range(8640):
+        swarm.step()
+        if step % 50 == 0:  # somebody comes and goes
+            name = f"guest-{step}"
+            guest = swarm._record(step + 10, name, "trainer", "training")
+            swarm.records[guest.peer_id] = guest
+            swarm.frozen.add(guest.peer_id)
+        if step % 50 == 3:
+            swarm.records = {peer: record for peer, record in swarm.records.items() if record.name.startswith("node")}
+        swarm.feed.look()
+    await asyncio.sleep(0)
+    queue = swarm.feed.listen()
+    data = queue.get_nowait()
+    assert data is not None
+    first = json.loads(data.decode().split("data: ", 1)[1])
+    assert len(first["changed"]) <= 10 and set(first["curves"]) <= {row["peer_id"] for row in first["changed"]}
+    assert max(len(points) for points in first["curves"].values()) <= 240
+    whole = first["curves"][swarm.peer("node-001")]
+    assert whole[-1][0] - whole[0][0] > 80_000 and len(whole) > 100  # coarser, not shorter
+    assert len(first["events"]) == 300
