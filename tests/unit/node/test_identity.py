@@ -83,6 +83,7 @@ KEY = Identity.generate().to_file_bytes()
         (b"\x08\x00\x12\x80\x10" + bytes(1200), 0o600, "RSA key"),
         (b"-----BEGIN PRIVATE KEY-----\n" * 2000, 0o600, "is not a libp2p Ed25519 key"),
     ],
+    ids=["readable", "group", "writable", "unreadable", "empty", "text", "short", "long", "halves", "RSA", "PEM"],
 )
 def test_a_file_that_cannot_be_used_is_named_and_left_alone(tmp_path: Path, data: bytes, mode: int, says: str) -> None:
     path = write(tmp_path / "identity.key", data, mode)
