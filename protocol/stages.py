@@ -378,9 +378,9 @@ class StageMachine:
             return None
         if self._source is not None:
             self._draw(self._source)
-        room, room_aside = self._room(), self._room_aside()
+        room = self._room()
         for flight in self._flights.values():
-            if flight.phase == "queued" and (room if flight.counted else room_aside):
+            if flight.phase == "queued" and (room or not flight.counted):
                 return self._begin(flight)
         return None
 
@@ -392,11 +392,6 @@ class StageMachine:
         if self._spec.schedule == "async":
             return True
         return sum(flight.counted and flight.phase != "queued" for flight in self._flights.values()) < self._window
-
-    def _room_aside(self) -> bool:
-        """Whether one more that does not count may begin: what it makes is kept until it is answered."""
-        begun = sum(not flight.counted and flight.phase != "queued" for flight in self._flights.values())
-        return begun < self._credit
 
     def _begin(self, flight: Flight) -> StageEffect:
         flight.phase, flight.version = "forward", self._applied

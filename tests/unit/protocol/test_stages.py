@@ -210,29 +210,6 @@ def test_frames_that_break_the_protocol_are_blamed() -> None:
     assert blame.fault == "stage_flood"
 
 
-def test_what_does_not_count_piles_up_no_further_than_a_window_of_credit() -> None:
-    """Held-out ones, or such as were trained on: the next stage answers none, and the stage before sends for ever."""
-    trained = Ledger()
-    for index in range(100):
-        trained.add(m(index))
-    for held_out in (True, False):
-        machine = StageMachine(spec(3), 1, held_out=4, ledger=trained)
-        (credit,) = machine.handle(events.UpstreamOpened(UP), 0.0)
-        assert isinstance(credit, effects.SendCredit)
-        machine.handle(events.DownstreamOpened(DOWN, 0), 0.0)
-        left, begun = credit.count, 0
-        for index in range(100):
-            if not left:
-                break
-            left -= 1
-            out = machine.handle(events.ActivationReceived(UP, Microbatch(0, index, held_out), 0), 0.0)
-            while runs := [each for each in out if isinstance(each, effects.RunForward)]:
-                begun += 1
-                left += sum(each.count for each in out if isinstance(each, effects.SendCredit))
-                out = machine.handle(events.ForwardDone(runs[0].microbatch), 0.0)
-        assert begun == credit.count and machine.load == 2 * credit.count
-
-
 def test_who_takes_and_never_answers_is_given_up() -> None:
     machine = StageMachine(spec(2, answer_s=10.0), 0)
     machine.handle(events.DownstreamOpened(DOWN, 8), 0.0)
