@@ -83,14 +83,14 @@ def clean() -> float:
     return final_loss(run(7))
 
 
-@pytest.mark.slow
 LOCKED = pytest.mark.xfail(
     strict=False,
-    reason="an open fault: by some schedules one honest node meets nobody but the frozen peer, takes it for its measure "
-    "of distance and follows it (139 of 140 rounds; the other six are as without it)",
+    reason="an open fault: by some schedules one honest node meets nobody but the frozen peer, takes it for its "
+    "measure of distance and follows it (139 of 140 rounds; the other six are as without it)",
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("liar", [Flipped, Scaled, Nan, pytest.param(Frozen, marks=LOCKED)])
 def test_seven_honest_peers_hardly_notice_a_liar(clean: float, liar: type[MemoryWorker]) -> None:
     swarm = run(8, liar)
