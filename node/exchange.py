@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
+from peerloom.node.repeats import Repeats
 from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
@@ -47,6 +48,8 @@ class Exchange:
         worker: WorkerPort,
         clock: Clock,
         stream: ExchangeStream | None = None,
+        round: int = 0,
+        repeats: Repeats | None = None,
     ) -> None:
         self.id = exchange_id
         self.peer = peer
@@ -54,6 +57,7 @@ class Exchange:
         self.writer: asyncio.Task[None] | None = None
         self.over = False
         self._feed, self._worker, self._clock = feed, worker, clock
+        self._round, self._repeats = round, repeats  # the peer's
         self._to_send: asyncio.Queue[ExchangeMessage | effects.Transfer] = asyncio.Queue()
         self._incoming: IncomingPayload | None = None
         self._stall_s = 0.0
@@ -135,6 +139,7 @@ class Exchange:
             case Hold():
                 self._feed(events.OfferHeld(self.id))
             case Accept(round):
+                self._round = round
                 self._feed(events.OfferAccepted(self.id, round))
             case Decline(reason):
                 self._feed(events.OfferDeclined(self.id, reason))
@@ -143,6 +148,8 @@ class Exchange:
                 self._payload().add(message)
             case PayloadEnd():
                 self._payload().end(message)
+                if self._repeats is not None:
+                    self._repeats.check(self.peer, self._round, message.digest)
                 self._verified = True
                 self._payloads_done()
             case Commit():

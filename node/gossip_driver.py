@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from peerloom.node.exchange import FIRST_MESSAGE_S, Exchange
+from peerloom.node.repeats import Repeats
 from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, Transport, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import (
@@ -44,7 +45,7 @@ LAST_WORD_S = 1.0  # what an acknowledgement or a refusal gets to leave before c
 class GossipDriver:
     """Drives one GossipMachine; `records` finds a peer's newest record by id, `count` and `score` take its effects.
 
-    `moved` is called after events, for whoever shows the machine's state.
+    `moved` is called after events, for whoever shows the machine's state; `repeats` judges what peers send.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GossipDriver:
         count: Callable[[str, float], None],
         score: Callable[[PeerId, str], None],
         moved: Callable[[GossipMachine], None] = lambda machine: None,
+        repeats: Repeats | None = None,
     ) -> None:
         self._machine = machine
         self._transport = transport
@@ -71,6 +73,7 @@ class GossipDriver:
         self._count = count
         self._score = score
         self._moved = moved
+        self._repeats = repeats
         self._exchanges: dict[ExchangeId, Exchange] = {}
         # dicts, not sets: what close() cancels, it cancels in order
         self._tasks: dict[asyncio.Task[None], None] = {}  # one an exchange that we opened
@@ -132,13 +135,22 @@ class GossipDriver:
             return
         if self._closed:
             raise LinkError("this node does not train now")
-        exchange = self._exchange(offer.exchange_id, stream.peer, stream)
+        exchange = self._exchange(offer.exchange_id, stream.peer, stream, offer.round)
         self.feed(events.OfferReceived(stream.peer, offer))
         await self._run(exchange)
 
-    def _exchange(self, exchange_id: ExchangeId, peer: PeerId, stream: ExchangeStream | None = None) -> Exchange:
+    def _exchange(
+        self, exchange_id: ExchangeId, peer: PeerId, stream: ExchangeStream | None = None, round: int = 0
+    ) -> Exchange:
         exchange = self._exchanges[exchange_id] = Exchange(
-            exchange_id, peer, feed=self.feed, worker=self._worker, clock=self._clock, stream=stream
+            exchange_id,
+            peer,
+            feed=self.feed,
+            worker=self._worker,
+            clock=self._clock,
+            stream=stream,
+            round=round,
+            repeats=self._repeats,
         )
         return exchange
 

@@ -11,6 +11,7 @@ from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.overlapped import OverlappedRounds
 from peerloom.node.place import Held, Place, unless_draining
+from peerloom.node.repeats import Repeats
 from peerloom.node.rounds import Rounds
 from peerloom.node.seams import FIRST_STEP, STEPS, ExchangeStream, MessageStream, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.protocol import events
@@ -143,6 +144,7 @@ class Trainer:
             count=self._facts.count,
             score=context.view.score,
             moved=self._show,
+            repeats=Repeats() if context.spec.train.min_lr_ratio else None,  # at rate 0 the honest stand still too
         )
 
     def _show(self, machine: GossipMachine) -> None:

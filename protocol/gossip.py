@@ -236,7 +236,7 @@ class GossipMachine(Moves):
             case ev.OfferHeld() if not sent.held:
                 sent.held = True
                 self._out.cancel_timer("offer")
-            case ev.OfferAccepted() if self._round_fits(event.round):
+            case ev.OfferAccepted() if self._pairing.fits(event.round, self.round):
                 self._forget(sent)
                 return self._engage(Engaged(sent.exchange_id, sent.peer, event.round, offering=True))
             case ev.OfferDeclined():
@@ -254,10 +254,6 @@ class GossipMachine(Moves):
                 self._out.count("gossip_offer_lost")
                 self._exclude(sent.peer, "out_of_order")
         self._advance()
-
-    def _round_fits(self, round: int) -> bool:
-        most = self._spec.max_round_skew if self._spec.pairing == "rendezvous" else 0
-        return abs(round - self.round) <= most
 
     def _on_parked(self, parked: Parked, event: ev.Event) -> None:
         if isinstance(event, ev.PayloadsVerified):

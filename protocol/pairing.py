@@ -62,6 +62,10 @@ class Pairing(Protocol):
         """Why an offer for `place` cannot be taken now or later; `is_open`: our round has not ended."""
         ...
 
+    def fits(self, theirs: int, own: int) -> bool:
+        """Whether a partner that accepts in its round `theirs` may be met in ours."""
+        ...
+
     def due(self, place: Place, own: Place) -> bool:
         """Whether an offer for `place`, not to be refused, is for where we are."""
         ...
@@ -72,7 +76,12 @@ class Pairing(Protocol):
 
 
 class Rendezvous:
-    """Any peer of the view whose round is near enough, at the same fragment; the view is followed as it changes."""
+    """Any peer of the view that is not left behind, at the same fragment; the view is followed as it changes.
+
+    Left behind is who stands more than `max_round_skew` rounds before the middle of the swarm, or before this node if
+    that is behind the middle itself. Were it measured by this node's own round alone, a few fast nodes would in time
+    stand so far ahead that they met none but each other, while the rest, more than half, has no reason to follow.
+    """
 
     def __init__(self, max_round_skew: int) -> None:
         self.view: dict[PeerId, PeerSeen] = {}
@@ -101,7 +110,13 @@ class Rendezvous:
         return list(self.view)
 
     def refusal(self, peer: PeerId, place: Place, own: Place, is_open: bool) -> DeclineReason | None:
-        return "round" if abs(place.round - own.round) > self._skew else None
+        return None if self.fits(place.round, own.round) else "round"
+
+    def fits(self, theirs: int, own: int) -> bool:
+        if not self._skew:
+            return theirs == own
+        rounds = sorted([own, *(seen.round for seen in self.view.values())])
+        return theirs >= min(own, rounds[(len(rounds) - 1) // 2]) - self._skew
 
     def due(self, place: Place, own: Place) -> bool:
         return place[1:] == own[1:]
@@ -161,6 +176,9 @@ class Planned:
         if peer == self._partner(place):
             return None
         return "plan" if self._fixed is not None and self._fixed[0] == place.round else "partner"
+
+    def fits(self, theirs: int, own: int) -> bool:
+        return theirs == own
 
     def due(self, place: Place, own: Place) -> bool:
         return place == own

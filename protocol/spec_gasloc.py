@@ -55,7 +55,9 @@ class GaslocSpec(Table):
     )
     encoding: Encoding = choice("fp32", "of parameters on the wire; int8: in blocks of 128, rounded at random")
     match_timeout_s: float = number(10.0, 0, 3600, "seconds to wait for a partner", open_low=True)
-    max_round_skew: int = number(8, 0, 10**6, "rounds a partner may be apart; 0: the same round only")
+    max_round_skew: int = number(
+        8, 0, 10**6, "rounds a partner may be behind the middle of the swarm; 0: the same round only"
+    )
     clip_radius: float = number(
         2.0, 0, 10**6, "median distances from which a partner counts for less; 0: no such limit; else at least 1"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -65,9 +66,11 @@ class Mixer:
             return Mixed()
         apart, known = distance(own, theirs), self._clip.state()
         if len(known) < MedianClip.LEAST:
-            # a joiner's first partners may be rounds ahead: what is usual has to be seen first
-            self._clip = MedianClip(self._clip.radius, distances=[*known, apart])
-            return Mixed()
+            # what is usual has to be seen first; until then the nearest is the measure, so that a liar who is met twice
+            # among the first does not become what is usual
+            limit = self._clip.radius * min((each for each in known if each), default=math.inf)
+            self._clip = MedianClip(self._clip.radius, distances=[*known, min(apart, limit)])
+            return Mixed(1.0 if apart <= limit else limit / apart)
         share = self._clip.update(apart)
         self._far.append(share < FAR_SHARE)
         return Mixed(share, self._far[-1] and sum(self._far) <= FEW)

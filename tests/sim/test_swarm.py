@@ -81,6 +81,20 @@ def test_rounds_by_the_clock_train_on_until_a_partner_is_there() -> None:
     assert waited < 0.1  # 0.05, of which most is the partner's step under way; 0.2 where the steps end first
 
 
+def test_two_fast_nodes_of_eight_go_on_meeting_the_others() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(60)
+        await swarm.drain()
+
+    plan = Plan(count=8, spec=spec(), step_s=lambda index: 0.1 if index < 2 else 0.2)
+    swarm = play(plan, scenario)
+    fast = {member.peer_id for member in swarm.members[:2]}
+    late = [line["partner"] for member in swarm.members[:2] for line in member.rounds if line["round"] >= 60]
+    assert len(late) > 60  # far more rounds than the others: by their own round alone they would meet no one else
+    assert sum(partner is not None and partner not in fast for partner in late) > len(late) / 4
+
+
 def test_bf16() -> None:
     swarm = stories.rounds(20, encoding="bf16")
     check_trained_together(swarm)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerloom.optim.topology import random_matching
+from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.graphs import scheduled_matching
-from peerloom.protocol.pairing import rank
+from peerloom.protocol.pairing import Place, Rendezvous, rank
 from peerloom.protocol.types import PeerId
 
 
@@ -59,3 +60,30 @@ def test_rank_is_an_order_that_the_run_seed_changes() -> None:
     peers = [PeerId(f"peer{i}") for i in range(8)]
     assert len({rank(1, peer) for peer in peers}) == 8
     assert sorted(peers, key=lambda peer: rank(1, peer)) != sorted(peers, key=lambda peer: rank(2, peer))
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "theirs", "refused"),
+    [
+        (20, (20, 21, 12), 12, False),  # 8 behind
+        (20, (20, 21, 11), 11, True),
+        (20, (11, 11, 11), 11, False),  # this node is the one that is fast: the middle is there
+        (11, (20, 20, 20), 20, False),  # it is left behind, and met by whoever offers
+        (11, (20, 20, 20), 3, False),  # who is no slower than it
+        (11, (20, 20, 20), 2, True),
+    ],
+)
+def test_who_is_left_behind_is_measured_by_the_middle(
+    own: int, others: tuple[int, ...], theirs: int, refused: bool
+) -> None:
+    pairing = Rendezvous(8)
+    pairing.view = {PeerId(str(index)): PeerSeen(PeerId(str(index)), round) for index, round in enumerate(others)}
+    refusal = pairing.refusal(PeerId("0"), Place(theirs), Place(own), True)
+    assert (refusal == "round") is refused
+    assert pairing.fits(theirs, own) is not refused
+
+
+def test_without_skew_rounds_are_the_same() -> None:
+    pairing = Rendezvous(0)
+    pairing.view = {PeerId("a"): PeerSeen(PeerId("a"), 5)}
+    assert [pairing.fits(theirs, 5) for theirs in (4, 5, 6)] == [False, True, False]
