@@ -62,6 +62,9 @@ class StageSeeker:
                 log.info("%s", place.reason)
             reason = place.reason
             role: StageRole = "claims" if place.role == "hosts" else place.role
+            if context.settings.stage is not None:
+                self.take("hosts", place.stage)  # its owner's choice: others are to see at once that it will not yield
+                return place.stage
             if self._facts.stage_role == "stands_by" and place.role == "hosts":
                 log.warning("taking over stage %d", place.stage)
                 self._facts.count("stages_taken_over")

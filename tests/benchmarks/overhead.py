@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from peerloom.node.specs import embedded_spec
 from peerloom.node.worker.data import prepare
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.protocol.runspec import RunSpec
@@ -31,7 +32,7 @@ from tests.benchmarks.rows import Row, main, median
 from tests.benchmarks.sessions import Session, paused
 
 EVAL_EVERY = 10
-QUICK_STEPS, STEPS = 10, 50  # local steps a round
+QUICK_ROUND_S = 1.0
 QUICK_TURNS, TURNS, FULL_TURNS = 2, 5, 15
 BARE_TURN_S = 4.0
 QUICK_LAST_TURN_S = 35.0  # no turn begins later than this in quick mode, but the first
@@ -84,13 +85,12 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise SystemExit("this benchmark takes two cores: one a node")
-    steps = QUICK_STEPS if arguments.quick else STEPS
     turns = QUICK_TURNS if arguments.quick else FULL_TURNS if arguments.full else TURNS
-    default = RunSpec()
+    default = embedded_spec()
     spec = replace(
         default,
         name="overhead",
-        gasloc=replace(default.gasloc, local_steps=steps),
+        gasloc=replace(default.gasloc, round_s=QUICK_ROUND_S if arguments.quick else default.gasloc.round_s),
         train=replace(default.train, eval_every_rounds=EVAL_EVERY),
     )
     with tempfile.TemporaryDirectory(prefix="peerloom-overhead-") as folder, ExitStack() as stack:
@@ -216,7 +216,7 @@ def rows(
             baseline="bare PyTorch loop on the same core",
             baseline_value=median(theirs),
             setting=(
-                f"two nodes and a bootstrap, the embedded model, {batch}, 1 thread, {spec.gasloc.local_steps} steps a "
+                f"two nodes and a bootstrap, the embedded model, {batch}, 1 thread, {spec.gasloc.round_s:g} s a "
                 f"round, evaluation of {spec.train.eval_batches} batches every {EVAL_EVERY} rounds, all included; "
                 f"a bare loop runs on the other core too; median of {len(ours)} turns of {EVAL_EVERY} rounds; of the "
                 f"node's time: {spent}; the worker keeps freed memory, the bare loop has libc's defaults"

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_embedded_spec_checks_and_reads_text_every_machine_has() -> None:
     spec = embedded_spec()
     assert (spec.data.source, spec.data.tokenizer, spec.model.path) == ("stdlib", "bytes", "")
+    assert spec == replace(RunSpec(), name="stdlib-llama", gasloc=replace(RunSpec().gasloc, round_s=3.0))
 
 
 def test_the_template_is_the_defaults_and_comments_every_key() -> None:
