@@ -206,7 +206,7 @@ async def _run_node(
             ports.remember("grpc", port)
             on_joinable(NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites))
 
-        await _serve_http(config, run_spec, facts, view, clock, stack)
+        await _serve_http(config, run_spec, facts, view, clock, stack, discovery.records_kept)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
@@ -259,14 +259,20 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
 
 
 async def _serve_http(
-    config: NodeConfig, spec: RunSpec, facts: Facts, view: SwarmView, clock: SystemClock, stack: AsyncExitStack
+    config: NodeConfig,
+    spec: RunSpec,
+    facts: Facts,
+    view: SwarmView,
+    clock: SystemClock,
+    stack: AsyncExitStack,
+    dht_records: Callable[[], int],
 ) -> None:
     """The page, metrics and health, unless `--http none`."""
     endpoint = parse_endpoint(config.http)
     if endpoint is None:
         return
     feed = SwarmFeed(spec, facts.status, view.records, view.left, clock.wall)
-    metrics = exposition(facts.status, feed.totals)
+    metrics = exposition(facts.status, feed.totals, dht_records)
     server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
     stack.push_async_callback(server.stop)
     log.info("page, metrics and health on %s", server.url)

@@ -98,6 +98,13 @@ class DhtStack:
         """What this node stores, for the next life."""
         return list(self._dht.protocol.storage.items()) if self._dht is not None else []
 
+    def records_kept(self) -> int:
+        """How many live records this node stores, for itself and for others."""
+        from hivemind.dht.storage import DictionaryDHTValue
+
+        values = [item.value for _, item in self.kept()]
+        return sum(len(list(v.items())) if isinstance(v, DictionaryDHTValue) else 1 for v in values)
+
     def keep(self, items: Sequence[tuple[Any, Any]]) -> None:
         """Takes over what a former life stored."""
         for key_id, item in items:

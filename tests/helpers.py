@@ -145,6 +145,15 @@ class Node(Peer):
         lines = self.said().split("\n")[:-1]
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def page(self) -> str:
+        """Where it serves its page, as its log says."""
+        told = "page, metrics and health on "
+
+        def look() -> list[str]:
+            return [line["message"] for line in self.messages() if line["message"].startswith(told)]
+
+        return self.wait_for("its page", look)[-1].removeprefix(told)
+
     @property
     def run_dir(self) -> Path:
         (found,) = (self.home / "runs").iterdir()

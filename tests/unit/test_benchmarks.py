@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak, watch
+from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak_real, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -43,8 +43,9 @@ def reach_rows() -> list[Row]:
 
 
 def soak_rows() -> list[Row]:
-    before, after = soak.Sample(100.0, 30, 5000, 10, 5), soak.Sample(110.0, 31, 9000, 20, 5)
-    return soak.growth(before, after, "trainer", "4 trainers")
+    before = soak_real.Sample("trainer", 10.0, 1, 100.0, 30, 5000, 10, 5)
+    after = soak_real.Sample("trainer", 90.0, 2, 110.0, 31, 9000, 20, 5)
+    return soak_real.growth(before, after, "4 trainers")
 
 
 def watch_rows() -> list[Row]:
