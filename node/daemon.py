@@ -25,7 +25,7 @@ from peerloom.node.durable import storage_errors
 from peerloom.node.facts import LONELY, Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
-from peerloom.node.http_endpoint import parse_endpoint
+from peerloom.node.http_endpoint import SERVED_AT, parse_endpoint
 from peerloom.node.http_feed import SwarmFeed
 from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
@@ -47,6 +47,7 @@ from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.seedflow_port import SeedflowProcess
 from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError
 from peerloom.protocol.invite import Invite, parse_invite
+from peerloom.protocol.progress import StepPace
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, Role, RunId, SignedSpec
 
@@ -195,6 +196,7 @@ async def _run_node(
             clock=clock,
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
+            pace=StepPace(config.stall_after_s),
         )
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await discovery.attach(reaching.tunnels.attach)
@@ -275,7 +277,7 @@ async def _serve_http(
     metrics = exposition(facts.status, feed.totals, dht_records)
     server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
     stack.push_async_callback(server.stop)
-    log.info("page, metrics and health on %s", server.url)
+    log.info("%s%s", SERVED_AT, server.url)
 
 
 def _journal(config: NodeConfig, run_dir: Path, clock: SystemClock, stack: AsyncExitStack) -> Journal:

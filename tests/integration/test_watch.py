@@ -13,17 +13,10 @@ from typing import Any
 import pytest
 
 from peerloom.node.failures import OK
-from tests.helpers import Node, Swarm, run_peer, wait_for
+from tests.helpers import Swarm, run_peer, wait_for
 
 pytestmark = pytest.mark.slow
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-
-
-def url_of(node: Node) -> str:
-    """Where a node serves its page, as its log says."""
-    told = "page, metrics and health on "
-    lines = node.wait_for("its page", lambda: [m["message"] for m in node.messages() if m["message"].startswith(told)])
-    return str(lines[-1].removeprefix(told))
 
 
 def get(url: str) -> str:
@@ -33,10 +26,10 @@ def get(url: str) -> str:
 
 def test_every_node_serves_the_swarm_as_it_sees_it(swarm: Swarm) -> None:
     a, b = swarm.trainers("a", "b")
-    urls = {url_of(node) for node in (swarm.nodes["seed"], a, b)}
+    urls = {node.page() for node in (swarm.nodes["seed"], a, b)}
     assert len(urls) == 3, "three nodes of one machine, three ports"
     for node in (swarm.nodes["seed"], a):
-        url = url_of(node)
+        url = node.page()
 
         def sees_all(url: str = url) -> dict[str, Any] | None:
             told: dict[str, Any] = json.loads(get(url + "status.json"))
@@ -79,7 +72,7 @@ def test_the_doctor_finds_the_way_to_the_swarm(swarm: Swarm) -> None:
 def test_a_real_prometheus_scrapes_a_node_and_its_rules_load(swarm: Swarm, tmp_path: Path) -> None:
     (a,) = swarm.trainers("a")
     shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
-    target = url_of(a).removeprefix("http://").strip("/")
+    target = a.page().removeprefix("http://").strip("/")
     config = (DEPLOY / "prometheus/prometheus.yml").read_text().replace("15s", "1s")
     config = config[: config.index("      - targets:")] + f"      - targets: ['{target}']\n"
     (tmp_path / "prometheus.yml").write_text(config)
