@@ -49,7 +49,7 @@ def soak_rows() -> list[Row]:
 
 
 def watch_rows() -> list[Row]:
-    return watch.rows(5, 36.0, 12.0, 0.32, 5.0)
+    return watch.rows(5, (60.0, 1), 36.0, 12.0, 0.32, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,10 @@ def test_each_runs_alone_and_names_its_flags(
         (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "int8_vs_grpc", "peak_copies"]),
         (reach_rows, ["relay_throughput", "relay_latency_ms"]),
         (soak_rows, ["trainer_rss", "trainer_open_files", "trainer_log_bytes_a_round", "trainer_dht_records"]),
-        (watch_rows, ["status_render", "status_frame", "page_core_share", "metrics_scrape"]),
+        (
+            watch_rows,
+            ["status_look", "status_dht_keys", "status_render", "status_frame", "page_core_share", "metrics_scrape"],
+        ),
         (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
     ],
 )
