@@ -3,7 +3,8 @@
     python -m tests.benchmarks.soak [--quick] [--full] [--minutes M] [--nodes N] [--days D] [--part real|virtual]
                                     [--samples FILE] [--again] [--json FILE]
 
-Real: see soak_real.py; its samples are written to FILE as they are taken, and `--again` makes the rows of such a file.
+Real: see soak_real.py; its samples are written to FILE as they are taken (with --full results/soak/real.jsonl), and
+`--again` makes the rows of such a file.
 Virtual: the same node code on memory seams, with a kill every twenty minutes; of the whole process memory, of the swarm
 records and remembered peers are taken after the first sixth and at the end.
 """
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import gc
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,12 +109,20 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         quick if arguments.quick else full if arguments.full else usual
     )
     if arguments.again:
-        return figures(arguments.samples)
+        return figures(arguments.samples or SAMPLES)
     minutes = arguments.minutes or pick(QUICK_MINUTES, MINUTES, FULL_MINUTES)
     days = arguments.days or pick(QUICK_DAYS, DAYS, FULL_DAYS)
     nodes = arguments.nodes or (2 if arguments.quick else 4)
     rows = [] if arguments.part == "real" else virtual(days, nodes)
-    return rows if arguments.part == "virtual" else [*rows, *real(minutes, nodes, arguments.samples)]
+    return rows if arguments.part == "virtual" else [*rows, *_real(arguments, minutes, nodes)]
+
+
+def _real(arguments: argparse.Namespace, minutes: float, nodes: int) -> list[Row]:
+    """The samples of a full run are kept; those of a shorter one only where `--samples` says so."""
+    if arguments.samples or arguments.full:
+        return real(minutes, nodes, arguments.samples or SAMPLES)
+    with tempfile.TemporaryDirectory() as folder:
+        return real(minutes, nodes, Path(folder) / SAMPLES.name)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +131,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=float, help="of virtual time")
     parser.add_argument("--nodes", type=int, help="trainers")
     parser.add_argument("--part", choices=("real", "virtual"), help="only this one")
-    parser.add_argument("--samples", type=Path, default=SAMPLES, metavar="FILE", help="JSON lines of the real part")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="JSON lines of the real part")
     parser.add_argument("--again", action="store_true", help="run nothing: the rows of the samples that are there")
 
 
