@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from peerloom.node.failures import DEGRADED, OK
+from peerloom.node.http_endpoint import SERVED_AT
 from tests.docs import ROOT, RUN, STEPS, blocks, section
 from tests.helpers import PATIENCE_S, Node, Peer, Swarm, environment, run_peer, swarm_folder, wait_for, write_run
 from tests.netns import Net, why_not
@@ -243,7 +244,8 @@ def _under_the_unit(swarm: Swarm) -> None:
     (own,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
     variables = dict(pair.split("=", 1) for pair in [*own.split(), *env.read_text().split()])
     variables |= {"PEER_HOME": str(swarm.folder / "unit"), "PEER_DATA": str(swarm.run_file.parent / "text")}
-    variables |= {"PEER_LISTEN": "127.0.0.1", "PEER_THREADS": "1"}
+    curves = swarm.folder / "curves"
+    variables |= {"PEER_LISTEN": "127.0.0.1", "PEER_THREADS": "1", "PEER_TENSORBOARD": str(curves)}
     (start,) = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)
     dht, grpc = free_ports(2)
     command = "peer join INVITE --port 4001 --grpc-port 4002"
@@ -254,6 +256,7 @@ def _under_the_unit(swarm: Swarm) -> None:
         node.wait_for("a round", lambda: any('"round"' in each.read_text() for each in runs.glob("*/metrics.jsonl")))
         sockets = psutil.Process(node.pid).net_connections("tcp")
         assert int(grpc) in {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+        node.wait_for("curves for TensorBoard", lambda: list(curves.glob("events.out.*")))
         assert node.end() == OK
     finally:
         node.destroy()
@@ -277,6 +280,7 @@ def _move_a_key(folder: Path) -> None:
             line = node.wait_for("its invite", lambda: node.printed().splitlines())[0]
             assert f"/tcp/{dht}/" in line
             assert node.end() == OK
+            assert SERVED_AT not in node.said(), "PEER_HTTP=none"
             return line.rpartition("/p2p/")[2]
         finally:
             node.destroy()

@@ -17,9 +17,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from peerloom.node.http_connections import ASK_WITHIN_S, BEHIND_S, MAX_CONNECTIONS
 from peerloom.node.http_endpoint import DEFAULT, Endpoint, parse_endpoint
 from peerloom.node.http_feed import MAX_BEHIND, MAX_LISTENERS
+from peerloom.node.http_history import MEETING_S, Meetings
 from peerloom.node.http_server import FILES, HttpServer
+from peerloom.node.status import row_of
 from peerloom.protocol.errors import ConfigError, PortInUse
-from tests.unit.node.page_swarm import FakeSwarm, served
+from peerloom.protocol.types import NodeStatus, PeerId
+from tests.unit.node.page_swarm import NOW, FakeSwarm, served
 
 
 @pytest.fixture
@@ -266,3 +269,13 @@ async def test_the_feed_stays_bounded_over_a_day() -> None:
     whole = first["curves"][swarm.peer("node-001")]
     assert whole[-1][0] - whole[0][0] > 80_000 and len(whole) > 100  # coarser, not shorter
     assert len(first["events"]) == 300
+
+
+def test_meetings_are_forgotten_where_no_page_is_open() -> None:
+    meetings = Meetings()
+    own = FakeSwarm(1).own
+    for number in range(5000):
+        now, peer = NOW + number, PeerId(f"peer-{number}")
+        record = replace(own, peer_id=peer, last_partner=f"other-{number}", issued_at=now, last_met_at=now - 1)
+        meetings.note(row_of(NodeStatus(record=record), now), now)
+    assert len(meetings._known) <= 2 * MEETING_S + 2 and len(meetings._told) <= 2 * MEETING_S + 2
