@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from peerloom.node.context import Context
-from peerloom.node.logs import short
-from peerloom.node.place import Drained
+from peerloom.node.place import unless_draining
 from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
+from peerloom.node.stage_moving import Moved, StageMoving
+from peerloom.node.stage_neighbours import OPENING_S, StageNeighbours
 from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import WAITS_FOR, StageView
 from peerloom.protocol import stage_events as events
@@ -23,24 +24,20 @@ from peerloom.protocol.errors import (
     DataError,
     LinkError,
     MalformedMessage,
-    PeerError,
-    PeerloomError,
     ProtocolError,
     StorageError,
 )
 from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.services import STAGE, Service
-from peerloom.protocol.stage_messages import StageOpen, StageOpened
+from peerloom.protocol.stage_messages import StageOpen
 from peerloom.protocol.stages import StageMachine
-from peerloom.protocol.types import PeerId, PeerRecord
+from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-T = TypeVar("T")
 
-OPENING_S = 10.0  # a peer that opens a stream and says nothing is cut off
 DRAIN_SAVE_S = 7.0  # of the 10 s that a stop may take
 TEXT_FROM = 32  # where in an init digest the text's begins
 LINGER_S = 30.0  # how long a stage that is done answers those that are not
@@ -52,7 +49,7 @@ def lane_of(peer: PeerId) -> int:
 
 
 class PipelineTrainer:
-    """Drives one worker from its start to its end; raises WorkerDied or Drained."""
+    """Drives one worker from its start to its end; raises WorkerDied, Drained or Moved."""
 
     def __init__(self, context: Context, worker: WorkerPort) -> None:
         self._context, self._worker = context, worker
@@ -61,8 +58,9 @@ class PipelineTrainer:
         self._view = StageView(context)
         self._keeping = StageKeeping(context, self._view)
         self._driver: StageDriver | None = None
-        self._connecting: dict[PeerId, asyncio.Task[None]] = {}
         self._seeker = StageSeeker(context, self._view, self._keeping)
+        self._neighbours = StageNeighbours(context, self._view, self._seeker)
+        self._moving = StageMoving(context, self._view)
         self._saved = asyncio.Event()
         self._save_at = 0.0
         self._rate_from = (0.0, 0)
@@ -97,18 +95,16 @@ class PipelineTrainer:
 
     async def run(self) -> None:
         """The whole life: returns when drained, or when the run's updates are made, with a checkpoint written."""
+        draining = self._context.draining
         try:
-            stage = await self._unless_draining(self._seeker.find())
-            await self._unless_draining(self._seeker.obtain_state(stage))
-            ready = await self._unless_draining(self._worker.start(self._setup(stage), self._progress))
+            stage = await unless_draining(draining, self._seeker.find())
+            await unless_draining(draining, self._seeker.obtain_state(stage))
+            ready = await unless_draining(draining, self._worker.start(self._setup(stage), self._progress))
             self._context.phases.mark("worker")
             await self._host(stage, ready)
         finally:
             self._driver = None
-            connecting = list(self._connecting.values())
-            for task in connecting:
-                task.cancel()
-            await asyncio.gather(*connecting, return_exceptions=True)
+            await self._neighbours.close()
             self._seeker.take("", -1)
             await self._worker.stop()
 
@@ -132,18 +128,6 @@ class PipelineTrainer:
             self._context.journal.write("first_step")
         else:
             self._context.progress(what, share)
-
-    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
-        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
-        try:
-            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Drained
-        finally:
-            working.cancel()
-            draining.cancel()
-            await asyncio.gather(working, draining, return_exceptions=True)
 
     # hosting it
 
@@ -209,23 +193,35 @@ class PipelineTrainer:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     async def _live(self, driver: StageDriver) -> None:
-        """Looks after neighbours, checkpoints and the end; returns at the end, with all saved."""
-        limit, draining = self._limit(), self._context.draining
-        while not draining.is_set() and not self._is_done(driver, limit):
+        """Looks after neighbours, checkpoints and the end; returns at the end, with all saved.
+
+        Raises Moved, with all saved too, when another stage needs this node more.
+        """
+        limit, draining, moves = self._limit(), self._context.draining, False
+        while not moves and not draining.is_set() and not self._is_done(driver, limit):
             driver.feed(events.Ticked())
             await self._look_after(driver)
             await self._seeker.wait(TICK_S)
+            moves = await self._moving.is_due(driver.machine.applied)
+        await self._save_last(driver, ends=moves or draining.is_set())
         if draining.is_set():
+            return
+        if moves:
+            self._facts.count("stages_left")
+            raise Moved
+        await self._linger(driver, limit or 0)
+
+    async def _save_last(self, driver: StageDriver, *, ends: bool) -> None:
+        """The newest weights go to the disk; where the stage `ends` here, nothing more begins, in little time."""
+        if ends:
             driver.feed(events.DrainStarted())
         self._saved.clear()
         driver.feed(events.SaveWanted())
         try:
-            async with asyncio.timeout(DRAIN_SAVE_S if draining.is_set() else None):
+            async with asyncio.timeout(DRAIN_SAVE_S if ends else None):
                 await self._saved.wait()
         except TimeoutError:
             log.warning("the last checkpoint was not written in time; an older one stands")
-        if not draining.is_set():
-            await self._linger(driver, limit or 0)
 
     def _is_done(self, driver: StageDriver, limit: int | None) -> bool:
         """All updates are made; of several nodes of a stage each makes a part, and ends when the first stage has."""
@@ -261,7 +257,7 @@ class PipelineTrainer:
             await self._context.view.refresh()
         self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
-        self._connect(driver)
+        self._neighbours.connect(driver)
         if driver.computing_s > self._spec.answer_s:
             log.warning("the worker has not ended a pass in %.0f s; it is started again", driver.computing_s)
             self._worker.kill()
@@ -298,43 +294,7 @@ class PipelineTrainer:
     def _tokens_an_update(self) -> int:
         return self._context.spec.train.batch_size * self._context.spec.data.sequence_length
 
-    # neighbours
-
-    def _connect(self, driver: StageDriver) -> None:
-        """Opens a link to each node of the next stage that has none."""
-        for peer, task in list(self._connecting.items()):
-            if task.done():
-                del self._connecting[peer]
-        for record in self._view.hosts(driver.machine.stage + 1):
-            if record.peer_id not in driver.downstream and record.peer_id not in self._connecting:
-                task = asyncio.create_task(self._link(driver, record), name=f"stage-link-{short(record.peer_id)}")
-                self._connecting[record.peer_id] = task
-
-    async def _link(self, driver: StageDriver, record: PeerRecord) -> None:
-        """One link to a node of the next stage, from its opening to its end."""
-        stage = driver.machine.stage + 1
-        try:
-            stream = await self._context.transport.open(record, STAGE)
-        except PeerloomError as error:
-            log.info("no link with %s of stage %d: %s", short(record.peer_id), stage, error)
-            await self._view.check(record.peer_id)
-            await asyncio.sleep(TICK_S)
-            return
-        try:
-            await stream.send(StageOpen("run", stage))
-            async with asyncio.timeout(OPENING_S):
-                answer = await stream.receive()
-            if not isinstance(answer, StageOpened):
-                raise MalformedMessage("the next stage did not take the link")
-            log.info("linked with %s of stage %d", short(record.peer_id), stage)
-            self._seeker.wake()
-            await driver.serve_downstream(stream)
-        except (PeerError, TimeoutError) as error:
-            log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
-        finally:
-            await stream.close()
-        await self._view.check(record.peer_id)
-        await asyncio.sleep(TICK_S)  # before the next attempt
+    # streams
 
     async def _serve(self, stream: Stream) -> None:
         try:
@@ -362,17 +322,7 @@ class PipelineTrainer:
             case "fetch":
                 await self._keeping.serve_fetch(stream, opening.stage)
             case "run":
-                await self._serve_run(stream, opening.stage)
-
-    async def _serve_run(self, stream: Stream, stage: int) -> None:
-        driver = self._driver
-        if driver is None or driver.machine.stage != stage or stage == 0:
-            raise LinkError(f"this node does not host stage {stage} now")
-        await self._view.expect_host(stream.peer, stage - 1)
-        try:
-            await driver.serve_upstream(stream)
-        finally:
-            self._seeker.wake()
+                await self._neighbours.serve(self._driver, stream, opening.stage)
 
     # reports
 
