@@ -105,7 +105,8 @@ class PipelineTrainer:
         finally:
             self._driver = None
             await self._neighbours.close()
-            self._seeker.take("", -1)
+            if self._facts.stage_role == "hosts":
+                self._seeker.take("", -1)
             await self._worker.stop()
 
     def _setup(self, stage: int) -> WorkerSetup:
@@ -203,6 +204,8 @@ class PipelineTrainer:
             await self._look_after(driver)
             await self._seeker.wait(TICK_S)
             moves = await self._moving.is_due(driver.machine.applied)
+        if moves:
+            self._seeker.take("claims", self._view.missing()[0])  # at once, or the next one would think it is its turn
         await self._save_last(driver, ends=moves or draining.is_set())
         if draining.is_set():
             return

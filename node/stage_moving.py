@@ -36,7 +36,7 @@ class StageMoving:
         missing, now = self._view.missing(), self._context.clock.monotonic()
         if missing != self._missing:
             self._missing, self._missing_since = missing, now
-        return self._is_turn(now) and await self._is_surplus_indeed()
+        return self._is_turn(now) and await self._is_surplus_indeed() and self._is_turn(now)
 
     def _is_surplus(self) -> bool:
         return bool(self._view.hosts(self._view.own().stage))
