@@ -11,12 +11,13 @@ from typing import TypeVar, cast
 
 from peerloom.node.context import Context
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, StagePort, WorkerReady, WorkerSetup
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
 from peerloom.node.stage_moving import Moved, StageMoving
 from peerloom.node.stage_neighbours import OPENING_S, StageNeighbours
+from peerloom.node.stage_replicas import StageReplicas
 from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import WAITS_FOR, StageView
 from peerloom.protocol import stage_events as events
@@ -29,7 +30,7 @@ from peerloom.protocol.errors import (
 )
 from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
-from peerloom.protocol.services import STAGE, Service
+from peerloom.protocol.services import EXCHANGE, STAGE, Service
 from peerloom.protocol.stage_messages import StageOpen
 from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
@@ -51,13 +52,14 @@ def lane_of(peer: PeerId) -> int:
 class PipelineTrainer:
     """Drives one worker from its start to its end; raises WorkerDied, Drained or Moved."""
 
-    def __init__(self, context: Context, worker: WorkerPort) -> None:
+    def __init__(self, context: Context, worker: StagePort) -> None:
         self._context, self._worker = context, worker
         self._facts, self._clock = context.facts, context.clock
         self._spec = context.spec.pipeline
         self._view = StageView(context)
         self._keeping = StageKeeping(context, self._view)
         self._driver: StageDriver | None = None
+        self._replicas: StageReplicas | None = None
         self._seeker = StageSeeker(context, self._view, self._keeping)
         self._neighbours = StageNeighbours(context, self._view, self._seeker)
         self._moving = StageMoving(context, self._view)
@@ -70,9 +72,12 @@ class PipelineTrainer:
 
     async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
         """Runs a stream that a peer opened; raises LinkError while it cannot."""
-        if service is not STAGE:
-            raise LinkError("this run serves no such stream")
-        await self._serve(cast(Stream, stream))
+        if service is STAGE:
+            await self._serve(cast(Stream, stream))
+        elif service is EXCHANGE and self._replicas is not None:
+            await self._replicas.serve(cast(ExchangeStream, stream))
+        else:
+            raise LinkError("this node hosts no stage now" if service is EXCHANGE else "this run serves no such stream")
 
     def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Raises LinkError: no node of a pipeline holds the model."""
@@ -80,6 +85,8 @@ class PipelineTrainer:
 
     async def interrupt(self) -> None:
         """Begins no more microbatches, and saves."""
+        if self._replicas is not None:
+            self._replicas.drain()
         if self._driver is not None:
             self._driver.feed(events.DrainStarted())
             self._driver.feed(events.SaveWanted())
@@ -91,6 +98,8 @@ class PipelineTrainer:
 
     def peers_changed(self) -> None:
         """The live view is another one."""
+        if self._replicas is not None:
+            self._replicas.look()
         self._seeker.wake()
 
     async def run(self) -> None:
@@ -103,7 +112,7 @@ class PipelineTrainer:
             self._context.phases.mark("worker")
             await self._host(stage, ready)
         finally:
-            self._driver = None
+            self._driver = self._replicas = None
             await self._neighbours.close()
             if self._facts.stage_role == "hosts":
                 self._seeker.take("", -1)
@@ -173,6 +182,7 @@ class PipelineTrainer:
         self._save_at = self._clock.monotonic() + context.settings.checkpoint_every_s
         self._rate_from = (self._clock.monotonic(), ready.step)
         driver = self._driver = self._new_driver(stage, ready)
+        replicas = self._replicas = StageReplicas(context, self._view, driver, self._worker, ready)
         context.journal.write("hosting", stage=stage, update=ready.step, resumed=ready.resumed)
         context.phases.mark("place in the swarm")
         jobs = [
@@ -180,6 +190,7 @@ class PipelineTrainer:
             for name, job in (
                 ("driver", driver.run()),
                 ("keeping", self._keeping.run(stage)),
+                ("replicas", replicas.run()),
                 ("life", self._live(driver)),
             )
         ]
@@ -261,6 +272,8 @@ class PipelineTrainer:
         self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
         self._neighbours.connect(driver)
+        if self._replicas is not None:
+            self._replicas.look()
         if driver.computing_s > self._spec.answer_s:
             log.warning("the worker has not ended a pass in %.0f s; it is started again", driver.computing_s)
             self._worker.kill()
@@ -340,6 +353,8 @@ class PipelineTrainer:
         self._context.journal.write("update", stage=facts.stage, update=update, loss=loss)
         if facts.step % self._spec.backup_every == 0 and self._driver is not None:
             self._driver.feed(events.SaveWanted())
+        if self._replicas is not None:
+            self._replicas.look()
         if self._limit() == facts.step:
             self._seeker.wake()
 

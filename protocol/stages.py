@@ -70,6 +70,7 @@ class StageMachine:
         self._downstream: dict[PeerId, Downstream] = {}
         self._running: StageEffect | None = None
         self._save_wanted = self._draining = False
+        self._mixing_wanted: effects.RunMixing | None = None
         self._out: list[StageEffect] = []
         self._history: deque[str] = deque(maxlen=HISTORY)
 
@@ -157,6 +158,14 @@ class StageMachine:
             case events.SaveDone():
                 if not isinstance(self._running, effects.RunSave):
                     raise self._bug("a save ended that was not under way")
+                self._running = None
+            case events.MixingWanted(step, round):
+                if self._mixing_wanted is not None:
+                    raise self._bug("a step of mixing is asked for while another waits")
+                self._mixing_wanted = effects.RunMixing(step, round)
+            case events.MixingDone():
+                if not isinstance(self._running, effects.RunMixing):
+                    raise self._bug("a step of mixing ended that was not under way")
                 self._running = None
             case events.Ticked():
                 self._give_up_silent(now)
@@ -346,7 +355,13 @@ class StageMachine:
     def _run_next(self) -> None:
         if self._running is not None:
             return
-        chosen = self._next_update() or self._next_save() or self._next_backward() or self._next_forward()
+        chosen = (
+            self._next_update()
+            or self._next_mixing()
+            or self._next_save()
+            or self._next_backward()
+            or self._next_forward()
+        )
         if chosen is not None:
             self._running = chosen
             self._out.append(chosen)
@@ -365,6 +380,16 @@ class StageMachine:
             return None
         self._save_wanted = False
         return effects.RunSave(self._ledger.entries())
+
+    def _next_mixing(self) -> StageEffect | None:
+        """Weights that a backward pass still needs are changed by nothing but an update that stash or flush allow for.
+
+        Stashed versions are copies and the last stage's passes are whole; else it is done where no pass is under way.
+        """
+        if not (self._lag or self._last) and any(flight.phase != "queued" for flight in self._flights.values()):
+            return None
+        wanted, self._mixing_wanted = self._mixing_wanted, None
+        return wanted
 
     def _next_backward(self) -> StageEffect | None:
         for flight in self._flights.values():
