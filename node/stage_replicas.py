@@ -101,7 +101,7 @@ class StageReplicas:
             await self._gossip.close()
 
     async def _local_updates(self, round: int) -> None:
-        """Returns at the exchange point of a round, with others there; what was mixed before a time alone is dropped."""
+        """Returns at the exchange point of a round, with others there; what a time alone cuts off is dropped."""
         while not self._others:
             await self._wait()
         self._gossip.feed(events.RoundStarted(round))
