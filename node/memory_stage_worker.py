@@ -27,7 +27,7 @@ A = TypeVar("A")
 
 WIDTH = 4
 NUMEL = 64  # of weights
-PULL = 0.05  # share of the way to the optimum that an update goes
+PULL, NOISE = 0.01, 0.05  # of an update: share of the way to the optimum, and what its microbatches add at random
 LAYOUT = "57a9e0"
 
 
@@ -144,7 +144,7 @@ class MemoryStageWorker(MemoryWorker):
         self.trained.update(members)
         for each in members:
             noise = torch.randn(NUMEL, generator=torch.Generator().manual_seed(hash((each.lane, each.index)) % 2**63))
-            self.weights.add_(1.0 - self.weights + noise, alpha=PULL / len(members))
+            self.weights.add_(PULL * (1.0 - self.weights) + NOISE * noise, alpha=1 / len(members))
         self._version += 1
         if not self._stepped:
             self._stepped = True

@@ -16,7 +16,7 @@ from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.sim.swarm import Member, Plan, Swarm, play
 from tests.sim.test_pipeline import STAGES, hosted, plan
 
-LOCAL_STEPS = 5
+LOCAL_STEPS = 2
 Report = Callable[[str, object], None]
 
 
@@ -57,7 +57,8 @@ def distance(home: Path, **gasloc: Any) -> float:
 
     async def scenario(swarm: Swarm) -> None:
         await start(swarm)
-        found.append(await apart(swarm, 30.0))
+        await swarm.until("they are as far apart as they get", lambda: swarm.members[1].facts.step > 100)
+        found.append(await apart(swarm, 20.0))
         for index in (0, 2, 3):
             assert worker(swarm.members[index]).mixings == [], "alone with its stage"
         await swarm.drain()
@@ -71,7 +72,7 @@ def test_two_hosts_of_a_stage_stay_together(tmp_path: Path, record_property: Rep
     for encoding in ("fp32", "bf16"):
         among = distance(tmp_path / encoding, encoding=encoding)
         record_property(f"of_without_{encoding}", among / without)
-        assert among < 0.5 * without, (encoding, among, without)
+        assert among < 0.3 * without, (encoding, among, without)
 
 
 def test_a_partner_of_another_stage_is_refused(tmp_path: Path) -> None:
