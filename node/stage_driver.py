@@ -26,7 +26,8 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.stage_effects import StageEffect
 from peerloom.protocol.stage_events import StageEvent
 from peerloom.protocol.stage_messages import Activation, Credit, Gradient, Score, StageOpened
-from peerloom.protocol.stages import MAX_UPSTREAM, StageMachine
+from peerloom.protocol.stage_moves import MAX_UPSTREAM
+from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
