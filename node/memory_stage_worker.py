@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,12 +31,26 @@ PULL, NOISE = 0.01, 0.05  # of an update: share of the way to the optimum, and w
 LAYOUT = "57a9e0"
 
 
+class Made(NamedTuple):
+    """An update as it was made: from which microbatches, and what the weights were after it."""
+
+    update: int
+    members: tuple[Microbatch, ...]
+    loss: float
+    weights: bytes
+
+
 class MemoryStageWorker(MemoryWorker):
-    """Each pass takes half of `step_s`; `trained` counts the microbatches whose gradients went into an update."""
+    """Each pass takes half of `step_s`; `trained` counts the microbatches whose gradients went into an update.
+
+    `began` are the weights that this life began with, `made` its updates in order.
+    """
 
     def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, disk: MemoryDisk | None = None) -> None:
         super().__init__(step_s=step_s, start_s=start_s, disk=disk)
         self.trained: Counter[Microbatch] = Counter()
+        self.stage, self.began = -1, b""
+        self.made: list[Made] = []
         self.versions: list[tuple[int, int]] = []  # (update, version) of each forward pass that counted
         self._gradients: dict[int, list[Microbatch]] = {}
         self._updates: dict[Microbatch, int | None] = {}
@@ -49,6 +63,7 @@ class MemoryStageWorker(MemoryWorker):
         self._check()
         self._setup, self._progress, self._stepped = setup, progress, False
         pipeline, train = setup.spec.pipeline, setup.spec.train
+        self.stage = setup.stage
         self._last = setup.stage == pipeline.stages - 1
         item = 2 if pipeline.encoding == "bf16" else 4
         slot = train.batch_size // pipeline.microbatches * setup.spec.data.sequence_length * WIDTH * item
@@ -56,6 +71,7 @@ class MemoryStageWorker(MemoryWorker):
         found, _ = checkpoint.newest_intact(self._folder)
         self._version = found.meta.step if found is not None else 0
         self.weights = found.theta.clone() if found is not None else torch.zeros(NUMEL)
+        self.began = self.weights.numpy().tobytes()
         self._place()
         return WorkerReady(
             init_digest="",
@@ -143,8 +159,11 @@ class MemoryStageWorker(MemoryWorker):
         members = self._gradients.pop(update)
         self.trained.update(members)
         for each in members:
-            noise = torch.randn(NUMEL, generator=torch.Generator().manual_seed(hash((each.lane, each.index)) % 2**63))
+            seed = hash((self._setup.spec.seed, self._setup.stage, each.lane, each.index)) % 2**63
+            noise = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
             self.weights.add_(PULL * (1.0 - self.weights) + NOISE * noise, alpha=1 / len(members))
+        loss = float((1.0 - self.weights).square().mean())
+        self.made.append(Made(update, tuple(members), loss, self.weights.numpy().tobytes()))
         self._version += 1
         if not self._stepped:
             self._stepped = True
