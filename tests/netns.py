@@ -12,6 +12,24 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
+
+UPNP_CHAINS = (  # as the package's own script sets them up
+    ("nat", "PREROUTING", "-i", "wan"),
+    ("filter", "FORWARD", "-i", "wan"),
+    ("nat", "POSTROUTING", "-o", "wan"),
+)
+UPNP_CONFIG = """
+ext_ifname=wan
+listening_ip=lan
+enable_upnp=yes
+enable_natpmp=yes
+secure_mode=yes
+uuid=00000000-0000-0000-0000-000000000001
+allow 1024-65535 0.0.0.0/0 1024-65535
+deny 0-65535 0.0.0.0/0 0-65535
+lease_file={leases}
+"""
 
 
 def why_not() -> str:
@@ -31,6 +49,14 @@ def why_not() -> str:
     return f"iptables does not work here: {ruled.stderr.strip()}" if ruled.returncode else ""
 
 
+def why_no_upnp() -> str:
+    """Why no router here can forward ports when asked by UPnP; "" when one can."""
+    for tool in ("miniupnpd", "iptables-legacy"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    return ""
+
+
 @dataclass
 class Net:
     """A context manager that makes the core; hosts are added to it, and all goes at its end."""
@@ -39,6 +65,7 @@ class Net:
     _spaces: list[str] = field(default_factory=list)
     _links: int = 0
     _nats: dict[str, int] = field(default_factory=dict)  # and how many hosts are behind each
+    _upnp: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> Net:
         self._space("core")
@@ -46,6 +73,9 @@ class Net:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._upnp:
+            process.terminate()
+            process.wait()
         for space in reversed(self._spaces):
             subprocess.run(["ip", "netns", "del", self._name(space)], check=False, capture_output=True)
 
@@ -78,6 +108,28 @@ class Net:
             new = ("-i", "wan", "-m", "conntrack", "--ctstate", "NEW", "-j", "DROP")
             self.run(router, "iptables", "-A", chain, *new)
         return address
+
+    def upnp(self, router: str, folder: Path) -> None:
+        """Has a router of `nat` forward ports to those who ask, by Debian's miniupnpd; its files lie in `folder`."""
+        for table, base, *match in UPNP_CHAINS:
+            chain = "MINIUPNPD-POSTROUTING" if base == "POSTROUTING" else "MINIUPNPD"
+            self.run(router, "iptables-legacy", "-t", table, "-N", chain)
+            self.run(router, "iptables-legacy", "-t", table, "-I", base, *match, "-j", chain)
+        forwarded = ("-i", "wan", "-m", "conntrack", "--ctstate", "DNAT", "-j", "ACCEPT")
+        self.run(router, "iptables", "-I", "FORWARD", *forwarded)
+        config = folder / f"{router}.conf"
+        config.write_text(UPNP_CONFIG.format(leases=folder / f"{router}.leases"))
+        command = ("miniupnpd", "-d", "-f", str(config), "-P", str(folder / f"{router}.pid"))
+        with (folder / f"{router}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*self.inside(router), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        self._upnp.append(process)
+
+    def forwarded(self, router: str) -> str:
+        """The rules by which a router forwards now."""
+        rules = ("iptables-legacy", "-t", "nat", "-S", "MINIUPNPD")
+        return subprocess.run([*self.inside(router), *rules], capture_output=True, text=True, check=True).stdout
 
     def behind(self, router: str, host: str) -> str:
         """A host behind a router; returns its inner address."""

@@ -16,6 +16,7 @@ import pytest
 from peerloom.node import grpc_client, tunnel, tunnel_dialer, tunnel_keep
 from peerloom.node.p2pd import Stream
 from peerloom.node.seams import MessageStream
+from peerloom.node.throttle import Caps
 from peerloom.node.tunnel_pump import hang_up
 from peerloom.protocol.dial_order import relay_address, relay_of
 from peerloom.protocol.errors import LinkError, PeerError
@@ -110,6 +111,31 @@ async def test_all_services_go_through_a_relay(swarm: ReachSwarm, monkeypatch: p
     await caller.transport.stop()
     await eventually(lambda: relay.reaching.tunnels.desk.counts()["tunnels_relayed_now"] == 0)
     await eventually(lambda: node.reaching.tunnels.desk.counts()["tunnels_delivered_now"] == 0)
+
+
+@pytest.mark.parametrize("capped", ["upload", "download"])
+async def test_what_is_relayed_is_counted_and_under_the_relays_caps(
+    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch, capped: str
+) -> None:
+    """2 MB there and back at 2 MB/s: no faster than the cap allows, by the clock; no bound on a busy machine."""
+    rate, chunk = 2_000_000, bytes(1 << 18)
+    relay = await swarm.join(caps=Caps(**{capped: rate}))
+    node, caller = [await swarm.join() for _ in range(2)]
+    node.handler.on_exchange = echo
+    through_relays_alone(caller, monkeypatch)
+    async with placed(swarm, node, relay) as record:
+        stream = await caller.transport.open(record, EXCHANGE)
+        loop, before = asyncio.get_running_loop(), relay.transport.bytes_moved()
+        began, moved = loop.time(), 0
+        for index in range(8):
+            await stream.send(Chunk(index << 18, chunk))
+            assert await stream.receive() is not None
+            moved += 2 * len(chunk)
+        seconds = loop.time() - began
+        after = relay.transport.bytes_moved()
+        await stream.close()
+        assert min(now - then for now, then in zip(after, before, strict=True)) >= moved
+        assert moved <= rate * (seconds + 0.3), f"{moved} bytes in {seconds:.2f} s"
 
 
 async def test_a_standing_libp2p_connection_needs_no_relay(swarm: ReachSwarm) -> None:
