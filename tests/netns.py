@@ -1,9 +1,10 @@
 """Networks of network namespaces: public hosts, routers with NAT that let nothing in, links to cut and to move.
 
-    core ── HOST (public, 5.0.N.2)          needs root, iproute2 and iptables (Debian's packages of those names)
+    core ── HOST (public, 5.0.N.2, or 2a00:N::2 and no IPv4)
       └──── NAT (5.0.N.2) ── HOST (192.168.N.M), several
 
-Nothing leads out of it. Addresses of 5.0.0.0/8 count as public, which those set aside for documentation do not.
+It needs root, iproute2 and iptables (Debian's packages of those names). Nothing leads out of it. Addresses of 5.0.0.0/8
+count as public, which those set aside for documentation do not.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ class Net:
         """A host that everybody can dial; returns its address."""
         self._space(host)
         return self._uplink(host)
+
+    def public6(self, host: str) -> str:
+        """A host that everybody of its kind can dial, by IPv6 alone; returns its address."""
+        self._space(host)
+        self.run("core", "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1")
+        self._links += 1
+        near, subnet = f"c{self._links}", f"2a00:{self._links}:"
+        self._veth("core", near, host, "wan")
+        for side, device, address in (("core", near, f"{subnet}:1/64"), (host, "wan", f"{subnet}:2/64")):
+            self.run(side, "ip", "link", "set", device, "up")
+            self.run(side, "ip", "addr", "add", address, "dev", device, "nodad")
+        self.run(host, "ip", "route", "add", "default", "via", f"{subnet}:1")
+        return f"{subnet}:2"
 
     def nat(self, router: str) -> str:
         """A router that translates and lets in only what answers; returns its outer address."""
