@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from peerloom.node.demo_seedflow import figures_of
 from tests.helpers import Node, Peer, Watcher, swarm_folder, wait_for, write_run
 from tests.integration.test_seedflow_live import write_seedflow_run
 from tests.netns import Net, why_not
@@ -32,7 +33,8 @@ CUT_S = 120.0
 BACK_S = 35.0  # the longest that a node that moved may be missing
 TRAINERS = ("a1", "a2", "b1", "b2")
 FLOODERS = ("a3", "a4", "b3", "b4")
-FLOOD_STEPS = 300
+FLOOD_STEPS = 600
+FLOOD_S = 300.0  # the longest that it may take on a busy machine
 
 
 class NatSwarm:
@@ -224,27 +226,24 @@ def test_a_node_that_moves_is_back_under_its_identity(nat_swarm: NatSwarm, recor
 def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
     nat_swarm: NatSwarm, flood_swarm: FloodSwarm, record_property: Report
 ) -> None:
-    began = time.monotonic()
-    flood_swarm.wait_for(
+    began, total = time.monotonic(), FLOOD_STEPS * len(FLOODERS)
+    rows = flood_swarm.wait_for(
         "all are reached through both relays, and have each other's messages",
         lambda: (
-            len(rows := flood_swarm.rows()) == 4
+            len(rows := flood_swarm.rows()) == len(FLOODERS)
             and all(row["reach"] == "via" and len(row["via"]) == 2 for row in rows)
             and all(row["messages"] > row["step"] for row in rows)
+            and rows
         ),
     )
     flood_swarm.kill("spare2")
-    rows = flood_swarm.wait_for("one state on all", lambda: settled(flood_swarm))
+    record_property("messages_when_the_relay_died", [row["messages"] for row in rows])
+    ended = [flood_swarm.nodes[host].process.wait(FLOOD_S) for host in FLOODERS]  # by themselves, when all is said
     record_property("flooded_after_s", time.monotonic() - began)
-    assert [row["messages"] for row in rows] == [FLOOD_STEPS * len(FLOODERS)] * len(FLOODERS)
-    flood_swarm.leave(*FLOODERS, "seed2")
-
-
-def settled(swarm: FloodSwarm) -> list[dict[str, Any]] | None:
-    """The rows of all once they say that they hold one state, with every message in it."""
-    rows = swarm.rows()
-    done = len(rows) == len(FLOODERS) and all(row["messages"] >= FLOOD_STEPS * len(FLOODERS) for row in rows)
-    return rows if done and len({row["state_hash"] for row in rows}) == 1 else None
+    assert ended == [0] * len(FLOODERS)
+    figures = [figures_of(flood_swarm.nodes[host].home) for host in FLOODERS]
+    assert [one.messages for one in figures] == [total] * len(FLOODERS), "every message of each has reached all"
+    assert len({one.state_hash for one in figures}) == 1
 
 
 def test_a_cut_of_two_minutes_heals(nat_swarm: NatSwarm, record_property: Report) -> None:
