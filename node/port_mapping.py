@@ -55,7 +55,12 @@ class PortMapping:
                         self._moved.clear()
                         await asyncio.sleep(SETTLE_S)
         finally:
-            await self._withdraw()
+            await self.withdraw()
+
+    async def once(self) -> tuple[str, ...]:
+        """Maps, as `run` would, until `withdraw`; returns the addresses."""
+        await self._keep()
+        return self.addresses
 
     async def _keep(self) -> bool:
         """Maps, or renews; whether it stands."""
@@ -92,7 +97,8 @@ class PortMapping:
         await gateway.forward(wanted[-1], inner, LEASE_S)
         return wanted[-1]
 
-    async def _withdraw(self) -> None:
+    async def withdraw(self) -> None:
+        """Takes the mapping back, if one stands."""
         if self._gateway is None or not self.addresses:
             return
         try:
