@@ -55,7 +55,8 @@ def why_no_upnp() -> str:
     for tool in ("miniupnpd", "iptables-legacy"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
-    return ""
+    about = subprocess.run(["miniupnpd", "--version"], capture_output=True, text=True, check=False).stdout
+    return "" if "(iptables)" in about else "this miniupnpd is not of the package miniupnpd-iptables"
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Net:
         return address
 
     def upnp(self, router: str, folder: Path) -> None:
-        """Has a router of `nat` forward ports to those who ask, by Debian's miniupnpd; its files lie in `folder`."""
+        """Has a router of `nat` forward ports to those who ask, by miniupnpd; its files lie in `folder`."""
         for table, base, *match in UPNP_CHAINS:
             chain = "MINIUPNPD-POSTROUTING" if base == "POSTROUTING" else "MINIUPNPD"
             self.run(router, "iptables-legacy", "-t", table, "-N", chain)
