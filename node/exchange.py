@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import closing
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, WorkerPort
+from peerloom.node.seams import Clock, ExchangePort, ExchangeStream, RoundTrained
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
 from peerloom.protocol.limits import LEAST_RATE
@@ -45,7 +44,7 @@ class Exchange:
         peer: PeerId,
         *,
         feed: Callable[[events.Event], None],
-        worker: WorkerPort,
+        worker: ExchangePort,
         clock: Clock,
         stream: ExchangeStream | None = None,
         round: int = 0,
@@ -114,8 +113,6 @@ class Exchange:
             await asyncio.gather(*own, return_exceptions=True)
             for job in own:
                 jobs.pop(job, None)
-            if self._incoming is not None:
-                self._incoming.close()
 
     def _watch_for(self, stall_s: float) -> None:
         """From now on the stream ends when no byte moves for `stall_s`."""
@@ -192,14 +189,13 @@ class Exchange:
             if self._proposal.cancelled() or self._proposal.exception() is not None:
                 raise LinkError("the local steps ended without a proposal")
         pace = Pace(stream.chunk_bytes)
-        with closing(outgoing(self._worker.outbox(pieces), pace)) as messages:
-            for message in messages:
-                if self.over:
-                    return
-                began = self._clock.monotonic()
-                await stream.send(message)
-                self._moved_at = self._clock.monotonic()
-                pace.sent(self._moved_at - began)
+        for message in outgoing(self._worker.outbox(pieces), pace):
+            if self.over:
+                return
+            began = self._clock.monotonic()
+            await stream.send(message)
+            self._moved_at = self._clock.monotonic()
+            pace.sent(self._moved_at - began)
         self._sent = True
         self._payloads_done()
 
