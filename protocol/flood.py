@@ -30,6 +30,7 @@ from peerloom.protocol.flood_events import (
     LinkDown,
     LinkUp,
     PeersSeen,
+    Question,
     Received,
     Send,
     StepsDone,
@@ -40,6 +41,9 @@ from peerloom.protocol.flood_liars import MAX_DOUBTS, Liars
 from peerloom.protocol.flood_links import Link, Source
 from peerloom.protocol.flood_messages import (
     Batch,
+    FrameBody,
+    HashQuery,
+    HashReply,
     Proof,
     Segment,
     Segments,
@@ -49,6 +53,7 @@ from peerloom.protocol.flood_messages import (
     fold,
     signed_bytes,
 )
+from peerloom.protocol.flood_pace import HASH_COST, PROOF_COST, WANT_COST, cost_of
 from peerloom.protocol.limits import MAX_FLOOD_ORIGINS
 from peerloom.protocol.types import PeerId
 
@@ -78,8 +83,9 @@ class FloodMachine(Liars):
                 self._peers = frozenset(peers)
                 self._relink()
             case LinkUp(peer):
-                self._links[peer] = Link(peer)
-                self._do(Send(peer, self.versions()))
+                link = self._links[peer] = self._link(peer)
+                if self._may(link, "talk", 1):
+                    self._do(Send(peer, self.versions()))
             case LinkDown(peer):
                 self._links.pop(peer, None)
                 self._asked = {origin: asked for origin, asked in self._asked.items() if asked[0] != peer}
@@ -93,16 +99,26 @@ class FloodMachine(Liars):
         self._flush()
         return self._done
 
-    def _receive(self, link: Link, body: Segments | Versions | Wants | Proof) -> None:
+    def _receive(self, link: Link, body: FrameBody) -> None:
         match body:
             case Segments(segments):
-                self._segments(link, segments)
+                if self._may(link, "repeats", sum(cost_of(segment.batch) for segment in segments)):
+                    self._segments(link, segments)
             case Versions():
-                self._compare(link, body)
+                if self._may(link, "talk", 1):
+                    self._compare(link, body)
             case Wants(wants):
-                self._serve(link, wants)
-            case Proof():
+                if self._may(link, "wants", WANT_COST * len(wants)):
+                    self._serve(link, wants)
+            case Proof() if body.origin not in self._proofs:
                 self._judge(link, body)
+            case HashQuery(number):
+                if self._may(link, "talk", HASH_COST):
+                    self._do(Question(link.peer, body))
+                else:
+                    self._do(Send(link.peer, HashReply(number, b"")))
+            case Proof() | HashReply():
+                self._may(link, "repeats", PROOF_COST)
 
     def _flush(self) -> None:
         for peer, link in self._links.items():
@@ -130,6 +146,7 @@ class FloodMachine(Liars):
             origin = segment.batch.origin
             link.knows(origin, segment.batch.end)
             if (added := self._segment(link, segment)) is not None:
+                link.pace.repeats.left += cost_of(added)  # it was not in vain
                 taken.append(added)
                 moved[origin] = None
             if link.peer not in self._links:
@@ -157,7 +174,7 @@ class FloodMachine(Liars):
         agreed = link.agreed.pop(origin, None) == batch.sequence or bool(segment.prev) or not batch.sequence
         prev = self._prev(history, segment)
         if prev is None:
-            self._refuse(link, "base")
+            self._refuse(link, "older")
             return None
         if prev != history.chain_at(batch.sequence) or history.differs(batch) is not None:
             self._doubt(link, history, replace(segment, prev=prev), agreed)
@@ -173,7 +190,9 @@ class FloodMachine(Liars):
         """Where the batch belongs, unless its content or its origin rule it out."""
         if batch.origin in self._proofs:
             self._refuse(link, "cut")
-            self._do(Send(link.peer, self._proofs[batch.origin]))
+            if batch.origin not in link.convicted:
+                link.convicted.add(batch.origin)
+                self._do(Send(link.peer, self._proofs[batch.origin]))
             return None
         if min(batch.scalars) < -self._limit or max(batch.scalars) > self._limit:
             self._refuse(link, "bound")

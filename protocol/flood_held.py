@@ -24,6 +24,7 @@ from peerloom.protocol.flood_messages import (
     fold,
     signed_bytes,
 )
+from peerloom.protocol.flood_pace import Pace
 from peerloom.protocol.flood_proof import Verify, convicts
 from peerloom.protocol.limits import MAX_FLOOD_CUT, MAX_FLOOD_ORIGINS
 from peerloom.protocol.spec_seedflow import SeedflowSpec
@@ -52,6 +53,7 @@ class Held:
         self._sources: dict[PeerId, Source] = {}
         self._proofs: dict[PeerId, Proof] = {}
         self._links: dict[PeerId, Link] = {}
+        self._paces: dict[PeerId, Pace] = {}
         self._peers: frozenset[PeerId] = frozenset()
         self._opened: tuple[PeerId, ...] = ()
         self._asked: dict[PeerId, tuple[PeerId, float]] = {}  # by origin: whom, and until when

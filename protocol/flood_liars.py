@@ -36,8 +36,6 @@ class Liars(Repair):
             self._do(Send(link.peer, Wants((Want(origin, max(0, sequence - 1)),))))
 
     def _judge(self, link: Link, proof: Proof) -> None:
-        if proof.origin in self._proofs:
-            return
         if len(self._proofs) >= MAX_FLOOD_CUT:
             self._refuse(link, "origins")
         elif convicts(proof, self._run_id, self._verify):

@@ -9,13 +9,15 @@ from peerloom.protocol.flood_events import Drop, FloodEffect, Refusal, Send
 from peerloom.protocol.flood_held import Held
 from peerloom.protocol.flood_links import Link
 from peerloom.protocol.flood_messages import Head, Versions, Want, Wants
+from peerloom.protocol.flood_pace import Kind, Pace
 from peerloom.protocol.limits import MAX_PAGE, MAX_SEGMENT, MAX_WANTS
 from peerloom.protocol.types import PeerId
 
 WANT_S = 10.0  # an answer to a want that has not come by then is asked for again, perhaps elsewhere
 VOUCHERS = 2  # neighbours that must hold messages of an origin that this node never saw; all, with fewer neighbours
+MAX_PACES = 4096  # peers whose buckets are remembered; those that have no link go first
 MAX_FOLDS = 256  # chain values that one version vector may make this node work out, a millisecond each
-BLAMED: frozenset[Refusal] = frozenset({"forged", "false_proof", "bound", "budget"})  # an honest node passes none on
+BLAMED: frozenset[Refusal] = frozenset({"forged", "false_proof", "bound", "budget", "pace"})  # no honest node does it
 
 
 class Repair(Held):
@@ -100,6 +102,7 @@ class Repair(Held):
         return vouching >= max(1, min(VOUCHERS, len(self._links)))
 
     def _serve(self, link: Link, wants: Iterable[Want]) -> None:
+        """Gives a page at most; what is given is paid for."""
         left = MAX_PAGE
         for want in wants:
             source = self._sources.get(want.origin)
@@ -110,11 +113,32 @@ class Repair(Held):
                 if len(segment.batch.scalars) > left:
                     return
                 left -= len(segment.batch.scalars)
+                link.pace.wants.left -= len(segment.batch.scalars)
                 explicit = sequence == want.sequence
                 if explicit:
                     link.sent.pop(want.origin, None)
                 link.put(segment, lambda prev=segment.prev: prev)  # type: ignore[misc]
                 sequence = segment.batch.end
+
+    # pace
+
+    def _link(self, peer: PeerId) -> Link:
+        """A new link; the peer's buckets are as it left them."""
+        pace = self._paces.pop(peer, None) or Pace()
+        while len(self._paces) >= MAX_PACES and (gone := next((p for p in self._paces if p not in self._links), None)):
+            del self._paces[gone]
+        self._paces[peer] = pace
+        return Link(peer, pace)
+
+    def _may(self, link: Link, kind: Kind, cost: float) -> bool:
+        """Whether the peer may cause such work now; if not, it is refused, and dropped when it goes on and on."""
+        origins = max(len(self._sources), len(self._peers))
+        verdict = link.pace.take(kind, cost, self._now, self._spec, origins)
+        if verdict != "within":
+            self._refuse(link, kind)
+        if verdict == "blatant":
+            self._refuse(link, "pace")
+        return verdict == "within"
 
     # effects
 
