@@ -54,7 +54,7 @@ from peerloom.protocol.flood_messages import (
     signed_bytes,
 )
 from peerloom.protocol.flood_pace import HASH_COST, PROOF_COST, WANT_COST, cost_of
-from peerloom.protocol.limits import MAX_FLOOD_ORIGINS
+from peerloom.protocol.limits import MAX_FLOOD_ORIGINS, MAX_PAGE
 from peerloom.protocol.types import PeerId
 
 REPAIR_S = 30.0  # between two comparisons on a link
@@ -108,8 +108,8 @@ class FloodMachine(Liars):
                 if self._may(link, "talk", 1):
                     self._compare(link, body)
             case Wants(wants):
-                if self._may(link, "wants", WANT_COST * len(wants)):
-                    self._serve(link, wants)
+                if self._may(link, "wants", WANT_COST * len(wants) + MAX_PAGE):
+                    link.pace.wants.left += self._serve(link, wants)
             case Proof() if body.origin not in self._proofs:
                 self._judge(link, body)
             case HashQuery(number):

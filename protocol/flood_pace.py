@@ -21,7 +21,7 @@ Kind = Literal["wants", "repeats", "talk"]
 Verdict = Literal["within", "over", "blatant"]
 
 SEGMENT_COST = 8  # of a segment beside its messages: it is looked up, hashed and compared
-WANT_COST = 16  # of a want beside what it is given
+WANT_COST = 16  # of a want beside what it is given; a refused message of wants costs a page as well
 PROOF_COST = 64  # of a proof that is known, or an answer that nobody asked for
 TALK_PER_S = 1.0  # a version vector, or a link that comes up
 TALK_BURST = 128

@@ -101,8 +101,8 @@ class Repair(Held):
         vouching = sum(_next(link, origin) > 0 for link in self._links.values())
         return vouching >= max(1, min(VOUCHERS, len(self._links)))
 
-    def _serve(self, link: Link, wants: Iterable[Want]) -> None:
-        """Gives a page at most; what is given is paid for."""
+    def _serve(self, link: Link, wants: Iterable[Want]) -> int:
+        """Gives a page at most; returns how many messages it falls short of one."""
         left = MAX_PAGE
         for want in wants:
             source = self._sources.get(want.origin)
@@ -111,14 +111,14 @@ class Repair(Held):
             sequence = want.sequence
             while left > 0 and (segment := source.history.segment(sequence, min(left, MAX_SEGMENT))) is not None:
                 if len(segment.batch.scalars) > left:
-                    return
+                    return left
                 left -= len(segment.batch.scalars)
-                link.pace.wants.left -= len(segment.batch.scalars)
                 explicit = sequence == want.sequence
                 if explicit:
                     link.sent.pop(want.origin, None)
                 link.put(segment, lambda prev=segment.prev: prev)  # type: ignore[misc]
                 sequence = segment.batch.end
+        return left
 
     # pace
 
