@@ -129,6 +129,7 @@ async def wire_bytes(steps: int) -> tuple[float, float]:
                 while due < (flush + 1) / (steps // FLUSH) * repairs:
                     due += 1
                     for end in (one, two):
+                        end.clock.skip(REPAIR_S)
                         end.driver.feed(TimerFired(TIMER))
                 if flush // max(1, steps // FLUSH // CUTS) > done:
                     done += 1
@@ -140,6 +141,7 @@ async def wire_bytes(steps: int) -> tuple[float, float]:
             while one.machine.total() < total or two.machine.total() < total:
                 await asyncio.sleep(0.05)
                 for end in (one, two):
+                    end.clock.skip(REPAIR_S)
                     end.driver.feed(TimerFired(TIMER))
             payload = one.counts["flood_payload_bytes"] + two.counts["flood_payload_bytes"]
             return float(relay.bytes + back.bytes), float(payload)
