@@ -26,6 +26,7 @@ from peerloom.protocol.flood_events import (
     LinkDown,
     Links,
     LinkUp,
+    Question,
     Received,
     Resync,
     Retract,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0  # before a link that did not come about, or broke, is tried again
 MAX_LINKS = 64  # links at once, those that others opened among them
+SHUT_S = 60.0  # a peer whose link was closed for what it sent gets no other one for so long
+MAX_SHUT = 4096  # such peers remembered; the longest closed goes first
 MAX_BODIES = 1024  # messages other than batches that wait for one link; past it, it is too slow to be of use
 
 Change = Apply | Retract | Resync
@@ -109,6 +112,7 @@ class FloodDriver:
         self._keepers: dict[PeerId, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._shut: dict[PeerId, float] = {}  # until when
         self._closed = False
         self._held: list[FloodEvent] | None = None  # what came while own steps were made durable
 
@@ -190,6 +194,9 @@ class FloodDriver:
                 self._set_timer(name, at)
             case ScorePeer(peer, fault):
                 self._score(peer, fault)
+            case Question(peer, query):
+                self.questions[peer] = query
+                self.changed.set()
             case Drop(peer, reason):
                 self._drop(peer, reason)
             case Exiled():
@@ -231,7 +238,18 @@ class FloodDriver:
         if (link := self._links.get(peer)) is not None:
             log.warning("the link with %s is closed: %s", short(peer), reason)
             link.error = MalformedMessage(f"refused: {reason}")
+            self._shut_out(peer)
             self._forget(link)
+
+    def _shut_out(self, peer: PeerId) -> None:
+        """Without it a peer could begin anew at once, and cost a link each time."""
+        self._shut.pop(peer, None)
+        while len(self._shut) >= MAX_SHUT:
+            del self._shut[next(iter(self._shut))]
+        self._shut[peer] = self._clock.monotonic() + SHUT_S
+
+    def _is_shut(self, peer: PeerId) -> bool:
+        return self._clock.monotonic() < self._shut.get(peer, float("-inf"))
 
     # links
 
@@ -246,7 +264,7 @@ class FloodDriver:
     async def _keep(self, peer: PeerId) -> None:
         """Keeps a link with a peer, whoever opens it, until cancelled."""
         while True:
-            if peer not in self._links and (record := self._records(peer)) is not None:
+            if peer not in self._links and not self._is_shut(peer) and (record := self._records(peer)) is not None:
                 try:
                     stream = await self._transport.open(record, FLOOD)
                     await self._meet(stream, opened_here=True)
@@ -264,6 +282,9 @@ class FloodDriver:
     async def _meet(self, stream: MessageStream[FloodFrame], *, opened_here: bool) -> None:
         """Both sides may open one at once: the one that the smaller peer id opened stays."""
         peer = stream.peer
+        if self._is_shut(peer):
+            await stream.close()
+            raise LinkError("refused: its last link was closed for what it sent")
         old = self._links.get(peer)
         if old is not None:
             ours_stays = self._own < peer
@@ -329,21 +350,12 @@ class FloodDriver:
     async def _receive(self, link: _Link) -> None:
         try:
             while (frame := await link.stream.receive()) is not None:
-                self._take(link, link.reader.read(frame))
+                self.feed(Received(link.peer, link.reader.read(frame)))
         except LinkError as error:
             log.debug("the link with %s ended: %s", short(link.peer), error)
         except ProtocolError as error:
             log.warning("the link with %s is closed: %s", short(link.peer), error)
             self._count("flood_refused_malformed", 1.0)
             self._score(link.peer, "flood_malformed")
+            self._shut_out(link.peer)
             link.error = error
-
-    def _take(self, link: _Link, body: FrameBody) -> None:
-        match body:
-            case HashQuery():
-                self.questions[link.peer] = body
-                self.changed.set()
-            case HashReply():
-                pass  # asked for on streams of their own, by those that join
-            case _:
-                self.feed(Received(link.peer, body))

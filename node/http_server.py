@@ -73,6 +73,7 @@ class HttpServer:
         await runner.setup()
         try:
             listening = _bind(endpoint)
+            assert runner.server is not None  # ours: it is there once set up
             connections = Connections(runner.server)
             listener = await asyncio.get_running_loop().create_server(connections, sock=listening)
         except BaseException:

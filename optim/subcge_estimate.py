@@ -30,6 +30,7 @@ def two_point(
 ) -> int:
     """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound.
 
+    Both papers are silent on bounds: clipping is this project's, so that a sum of scalars cannot overflow.
     Raises NotFinite.
     """
     losses = []

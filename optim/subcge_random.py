@@ -56,12 +56,19 @@ def normal(key: int, count: int) -> Tensor:
 
 
 def message_seeds(run_seed: int, origins: Tensor, sequences: Tensor) -> Tensor:
-    """The seeds of messages, int64: a hash of run seed, origin and sequence."""
+    """The seeds of messages, int64: a hash of run seed, origin and sequence.
+
+    SeedFlood's paper sends a seed or is silent on what it is made of; derived, it need not travel.
+    """
     return mix(mix(origins ^ key_of("message", run_seed)).add_(sequences * _GOLDEN))
 
 
 def coordinates(seeds: Tensor, keys: Tensor, rank: int) -> Tensor:
-    """(messages, tensors) int64: p * rank + q, each uniform below `rank`, of every message in every tensor."""
+    """(messages, tensors) int64: p * rank + q, each uniform below `rank`, of every message in every tensor.
+
+    SeedFlood's paper is silent on how coordinates are drawn: here with replacement, one a message and tensor, and of
+    each tensor independently, for the same in all would be another estimator.
+    """
     bits = mix(seeds.unsqueeze(1) ^ keys)
     p = ((bits & 0xFFFFFFFF) * rank) >> 32
     q = (((bits >> 32) & 0xFFFFFFFF) * rank) >> 32

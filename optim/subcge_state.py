@@ -35,6 +35,7 @@ class Message(NamedTuple):
 class ExactState:
     """For each period with messages: their number, and int64 sums of (tensors, rank, rank).
 
+    SeedFlood's paper is silent on the precision of scalars and sums: fixed point is this project's choice.
     Integer addition commutes, so the state is a function of the set of messages. No sum can overflow: a scalar is at
     most `bound`, and a period takes at most `capacity` = (2^63 - 1) // bound messages.
     """

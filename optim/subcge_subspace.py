@@ -14,11 +14,14 @@ from peerloom.optim.subcge_random import key_of, normal
 class Subspace:
     """Directions Z(p, q) = u_p v_q^T for a tensor of `shape`, u and v columns of iid Gaussian factors of `rank`.
 
-    The factors are a function of (seed, period): the same bits on every machine. With p, q uniform,
-    E[<G, Z> Z] = G over the factors, so no scale is needed beside MeZO. A tensor of 3 or more dimensions is taken as
-    (shape[0], rest). One of 1 dimension, of m elements, takes the diagonal of the matrix direction: Z(p, q) = u_p * v_q
-    with u, v of m elements, so that its state is r x r integers like a matrix's, and its directions span all of it as
-    far as m <= rank^2; E[Z Z^T] = 1 for it as for a Gaussian of its own.
+    The factors are a function of (seed, period): the same bits on every machine. The paper is silent on their
+    distribution; N(0, 1) is taken, since then, with p, q uniform, E[<G, Z> Z] = G over the factors, and no scale is
+    needed beside MeZO. (Orthonormal ones would need m n / r^2.) It is silent too on the order of the coordinate and the
+    sign of the direction: p is of the rows, q of the columns, and the sign is plus. A tensor of 3 or more dimensions is
+    taken as (shape[0], rest). On tensors of 1 dimension the paper is silent: one of m elements takes the diagonal of
+    the matrix direction, Z(p, q) = u_p * v_q element by element with u, v of m elements, so that its state is r x r
+    integers like a matrix's, and its directions span all of it as far as m <= rank^2; E[Z Z^T] = 1 for it as for a
+    Gaussian of its own.
 
     `left` is (rank, rows), `right` (rank, columns), float32. Raises ValueError for a rank below 1 or an empty shape.
     """

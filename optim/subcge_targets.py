@@ -35,6 +35,9 @@ class Target:
 def targets_of(model: nn.Module, trainable: str, run_seed: int, hooks: bool) -> list[Target]:
     """The model's floating-point parameters whose name the regex finds, tied ones once under their first name.
 
+    SeedFlood's paper is silent on what is not a matrix, and on embeddings: the latter are taken as matrices, for the
+    former see `Subspace`.
+
     Raises ValueError when there is none or one is on the meta device.
     """
     pattern = re.compile(trainable)

@@ -7,7 +7,17 @@ from typing import Literal
 
 from peerloom.protocol.effects import Count, ScorePeer, SetTimer
 from peerloom.protocol.events import TimerFired
-from peerloom.protocol.flood_messages import Batch, HashReply, Proof, Segment, Segments, Versions, Wants
+from peerloom.protocol.flood_messages import (
+    Batch,
+    FrameBody,
+    HashQuery,
+    HashReply,
+    Proof,
+    Segment,
+    Segments,
+    Versions,
+    Wants,
+)
 from peerloom.protocol.types import PeerId
 
 Refusal = Literal[
@@ -21,8 +31,12 @@ Refusal = Literal[
     "origins",  # there are too many already
     "rate",  # more than the origin may send in the time; may be taken later
     "cut",  # of an origin that was proven to lie
-    "base",  # older than all that is held here, so that it cannot be compared
+    "older",  # than all that is held here, so that it cannot be compared
     "doubtful",  # its signature does not fit what is held before it; asked for with the sender's own chain
+    "wants",  # the peer asks for more than any neighbour lacks; it may ask again later
+    "repeats",  # the peer sends more in vain than any neighbour does
+    "talk",  # too many version vectors or questions for hashes in the time
+    "pace",  # one of these three, and it goes on: dropped
 ]
 
 
@@ -55,7 +69,7 @@ class Received:
     """A message came over the link with `peer`."""
 
     peer: PeerId
-    body: Segments | Versions | Wants | Proof
+    body: FrameBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A peer asks for a state hash: a Send of the reply is owed to it."""
+
+    peer: PeerId
+    query: HashQuery
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """Open links to these peers, and close those that were opened to others."""
 
@@ -132,4 +154,4 @@ class Drop:
     reason: str
 
 
-FloodEffect = Keep | Apply | Retract | Resync | Exiled | Send | Links | Drop | SetTimer | ScorePeer | Count
+FloodEffect = Keep | Apply | Retract | Resync | Exiled | Send | Question | Links | Drop | SetTimer | ScorePeer | Count

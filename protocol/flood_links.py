@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from peerloom.protocol.flood_history import History
 from peerloom.protocol.flood_messages import Head, Segment
+from peerloom.protocol.flood_pace import Pace
 from peerloom.protocol.limits import MAX_SEGMENT
 from peerloom.protocol.types import PeerId
 
@@ -16,12 +17,14 @@ class Link:
     """One link: `known` is how far the peer is with each origin, as far as can be told."""
 
     peer: PeerId
+    pace: Pace = field(default_factory=Pace)  # the peer's, whatever link it has
     known: dict[PeerId, int] = field(default_factory=dict)
     sent: dict[PeerId, int] = field(default_factory=dict)  # where the last segment sent to it ended
     agreed: dict[PeerId, int] = field(default_factory=dict)  # where the last one from it ended, if it was ours too
     heads: dict[PeerId, Head] = field(default_factory=dict)  # its version vector
     heard: bool = False  # whether it has told its versions
     doubts: int = 0
+    convicted: set[PeerId] = field(default_factory=set)  # whose proof it was sent in answer to their messages
     outbox: list[Segment] = field(default_factory=list)
 
     def knows(self, origin: PeerId, end: int) -> None:

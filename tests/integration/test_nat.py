@@ -34,8 +34,8 @@ CUT_S = 120.0
 BACK_S = 35.0  # the longest that a node that moved may be missing
 TRAINERS = ("a1", "a2", "b1", "b2")
 FLOODERS = ("a3", "a4", "b3", "b4")
-FLOOD_STEPS = 600
-FLOOD_S = 300.0  # the longest that it may take on a busy machine
+FLOOD_STEPS = 1000
+FLOOD_S = 400.0  # the longest that it may take on a busy machine
 
 
 class NatSwarm:

@@ -21,7 +21,7 @@ from peerloom.node.flood_join import ask_hash, fetch_state, pack
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.identity import Identity, verify
 from peerloom.protocol.codec_flood import FloodFrame, FloodWriter
-from peerloom.protocol.errors import DigestMismatch, LimitExceeded, MalformedMessage, ProtocolError
+from peerloom.protocol.errors import DigestMismatch, LimitExceeded, LinkError, MalformedMessage, ProtocolError
 from peerloom.protocol.events import TimerFired
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, FloodEffect, FloodEvent, PeersSeen, Received
@@ -33,6 +33,7 @@ from tests.unit.node.wire import RUN, Swarm
 from tests.unit.protocol.flood_fabric import SPEC, signed
 
 LAYOUT = "ab" * 32
+OVERSIZED = FloodWriter().write(Segments((signed(Batch(Identity.generate().peer_id, 0, 0, (1,) * 1025), b""),))).data
 WAIT_S = 20.0
 
 
@@ -220,6 +221,7 @@ async def test_a_bug_in_a_link_s_task_is_told_and_not_met_again_and_again(
     [
         (b"\xff\xff", "flood_malformed"),
         (b"", "flood_malformed"),
+        (OVERSIZED, "flood_malformed"),
         ("forged", "flood_forged"),
     ],
 )
@@ -242,7 +244,13 @@ async def test_a_peer_that_breaks_the_protocol_is_cut_off_with_the_reason_and_sc
             pass
     await stream.close()
     assert node.faults == [(stranger.peer_id, fault)]
+    assert node.counts[fault.replace("flood_", "flood_refused_")] == 1
     assert node.machine.total() == 0 and not node.driver._links
+    again = await client.open(node.record, FLOOD)
+    with pytest.raises(LinkError, match="its last link was closed"):
+        while await again.receive() is not None:
+            pass
+    await again.close()
 
 
 async def test_a_late_joiner_gets_a_state_and_others_confirm_its_hash(nodes: list[Node]) -> None:

@@ -1,0 +1,66 @@
+"""Liars: what cannot be checked is doubted, what contradicts is proof, and whom a proof convicts is cut off."""
+
+from __future__ import annotations
+
+from peerloom.protocol.effects import Count
+from peerloom.protocol.flood_events import Exiled, Keep, Links, Resync, Retract, Send
+from peerloom.protocol.flood_history import History
+from peerloom.protocol.flood_links import Link
+from peerloom.protocol.flood_messages import Proof, Segment, Want, Wants
+from peerloom.protocol.flood_overlay import partners
+from peerloom.protocol.flood_proof import contradiction, convicts, is_signed
+from peerloom.protocol.flood_repair import Repair
+from peerloom.protocol.limits import MAX_FLOOD_CUT
+from peerloom.protocol.types import PeerId
+
+MAX_DOUBTS = 16  # segments of a link that do not check and may be a liar's rather than the sender's fault
+
+
+class Liars(Repair):
+    """Judges origins and those who pass their messages on."""
+
+    def _doubt(self, link: Link, history: History, segment: Segment, agreed: bool) -> None:
+        """A segment that says something else than what is held: its origin lies, if it signed it."""
+        if not is_signed(segment, self._run_id, self._verify):
+            self._unsigned(link, history.origin, segment.batch.sequence, agreed)
+        elif (proof := contradiction(history, segment)) is not None:
+            self._cut(proof)
+
+    def _unsigned(self, link: Link, origin: PeerId, sequence: int, agreed: bool) -> None:
+        """Forged, if the sender said what comes before it; else the two may differ there: ask with the chain told."""
+        link.doubts += 1
+        if agreed or link.doubts > MAX_DOUBTS:
+            self._refuse(link, "forged")
+        else:
+            self._refuse(link, "doubtful")
+            self._do(Send(link.peer, Wants((Want(origin, max(0, sequence - 1)),))))
+
+    def _judge(self, link: Link, proof: Proof) -> None:
+        if len(self._proofs) >= MAX_FLOOD_CUT:
+            self._refuse(link, "origins")
+        elif convicts(proof, self._run_id, self._verify):
+            self._cut(proof)
+        else:
+            self._refuse(link, "false_proof")
+
+    def _cut(self, proof: Proof) -> None:
+        origin = proof.origin
+        self._do(Keep(proof))
+        self._do(Count("flood_cut"))
+        history = self._convict(proof)
+        if history is not None and history.base:
+            self._do(Resync(origin))
+        elif history is not None and history.next:
+            self._do(Retract(tuple(history.batches(0, history.next))))
+        if origin == self._own:
+            self._do(Exiled())
+        for link in self._links.values():
+            link.outbox = [segment for segment in link.outbox if segment.batch.origin != origin]
+            self._do(Send(link.peer, proof))
+        self._relink()  # a liar's own links to this node may stay: over them it learns that it is out
+
+    def _relink(self) -> None:
+        opened = partners(self._own, self._peers - self._proofs.keys(), self._seed, self._spec.neighbours)
+        if opened != self._opened:
+            self._opened = opened
+            self._do(Links(opened))
