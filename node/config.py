@@ -95,7 +95,9 @@ class NodeConfig(BaseSettings):
     )
     relay_tunnels: int = _setting(256, "calls' connections carried at once", "an integer from 1 to 4096", ge=1, le=4096)
     port_mapping: bool = _setting(
-        True, "ask the home router for a port (UPnP, NAT-PMP) when listening on 0.0.0.0 or ::", "true or false"
+        True,
+        "ask the home router for both ports when listening on 0.0.0.0 (UPnP; NAT-PMP: the DHT's alone)",
+        "true or false",
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
     devices: tuple[str, ...] = _setting(

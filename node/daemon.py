@@ -34,12 +34,12 @@ from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
-from peerloom.node.reaching import Reaching, desk_limits
+from peerloom.node.reaching import Reaching, desk_limits, port_mapping_of
 from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
 from peerloom.node.tensorboard import TensorBoard
-from peerloom.node.throttle import Caps
+from peerloom.node.throttle import Caps, Traffic
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
 from peerloom.node.worker.calls import WorkerCalls
@@ -161,6 +161,7 @@ async def _run_node(
         own_invites = await discovery.invites()
         _remember(folders, run_dir, signed, [*own_invites[:1], *(str(seed) for seed in seeds)])
         certificate = load_or_make(folders.data, clock.wall())
+        traffic = Traffic(clock, Caps(config.max_upload, config.max_download))
         reaching = Reaching.build(
             identity.peer_id,
             clock,
@@ -168,6 +169,7 @@ async def _run_node(
             lambda peer: view.record_of(peer),
             lambda metric, amount: facts.count(metric, amount),
             frozenset(config.allow),
+            traffic,
         )
         stack.push_async_callback(reaching.stop)
         transport = GrpcTransport(
@@ -177,7 +179,7 @@ async def _run_node(
             spec_hash=run_spec.spec_hash(),
             listen=tuple((host, grpc_port) for host in config.listen),
             announce=config.announce,
-            caps=Caps(config.max_upload, config.max_download),
+            traffic=traffic,
             clock=clock,
             rng=random.Random(secrets.randbits(64)),
             allow=(lambda peer: peer in config.allow) if config.allow else None,
@@ -198,7 +200,8 @@ async def _run_node(
         )
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await discovery.attach(reaching.tunnels.attach)
-        driver = reaching.driver(transport, view, facts, discovery)
+        mapping = port_mapping_of(config, transport)
+        driver = reaching.driver(transport, view, facts, discovery, mapping)
 
         def joinable() -> None:
             host, port = transport.local()
@@ -234,7 +237,8 @@ async def _run_node(
             joinable=joinable,
             sign=identity.sign,
         )
-        node = Node(context, discovery, workers if role == "trainer" else None, jobs=(driver.run,))
+        jobs = (driver.run,) if mapping is None else (driver.run, mapping.run)
+        node = Node(context, discovery, workers if role == "trainer" else None, jobs=jobs)
         _tell_changes(facts, log_context, view, phases, on_status, on_started)
         stopper.drains(node)
         await _run_while_discoverable(node, discovery)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import closing
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.repeats import Repeats
@@ -114,8 +113,6 @@ class Exchange:
             await asyncio.gather(*own, return_exceptions=True)
             for job in own:
                 jobs.pop(job, None)
-            if self._incoming is not None:
-                self._incoming.close()
 
     def _watch_for(self, stall_s: float) -> None:
         """From now on the stream ends when no byte moves for `stall_s`."""
@@ -192,14 +189,13 @@ class Exchange:
             if self._proposal.cancelled() or self._proposal.exception() is not None:
                 raise LinkError("the local steps ended without a proposal")
         pace = Pace(stream.chunk_bytes)
-        with closing(outgoing(self._worker.outbox(pieces), pace)) as messages:
-            for message in messages:
-                if self.over:
-                    return
-                began = self._clock.monotonic()
-                await stream.send(message)
-                self._moved_at = self._clock.monotonic()
-                pace.sent(self._moved_at - began)
+        for message in outgoing(self._worker.outbox(pieces), pace):
+            if self.over:
+                return
+            began = self._clock.monotonic()
+            await stream.send(message)
+            self._moved_at = self._clock.monotonic()
+            pace.sent(self._moved_at - began)
         self._sent = True
         self._payloads_done()
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from peerloom.node.digest import Digest
+from peerloom.node.digest import link_digest
 from peerloom.protocol.errors import BadPayload, DigestMismatch, MalformedMessage
 from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Chunk, PayloadEnd
@@ -41,20 +41,17 @@ class Pace:
 
 
 def outgoing(payload: memoryview, pace: Pace) -> Generator[Chunk | PayloadEnd, None, None]:
-    """Cuts a payload into chunks of the pace's size, with its BLAKE3 digest at the end.
+    """Cuts a payload into chunks of the pace's size, with its digest at the end.
 
-    Each chunk is a view, hashed once handed out: `payload` must not change before the last one. Close the generator.
+    Each chunk is a view: `payload` must not change before the last one is sent.
     """
-    digest, offset = Digest(), 0
-    try:
-        while offset < len(payload):
-            data = payload[offset : offset + pace.chunk_bytes]
-            digest.update(data)
-            yield Chunk(offset, data)
-            offset += len(data)
-        yield PayloadEnd(digest.value())
-    finally:
-        digest.close()
+    digest, offset = link_digest(), 0
+    while offset < len(payload):
+        data = payload[offset : offset + pace.chunk_bytes]
+        digest.update(data)
+        yield Chunk(offset, data)
+        offset += len(data)
+    yield PayloadEnd(digest.digest())
 
 
 def check_numbers(data: bytes | memoryview, encoding: Encoding) -> None:
@@ -67,9 +64,9 @@ def check_numbers(data: bytes | memoryview, encoding: Encoding) -> None:
     if len(data) % item:
         raise MalformedMessage(f"{len(data)} bytes end within a number of {item} bytes")
     if encoding == "bf16":
-        largest, most, infinity = _largest(np.frombuffer(data, "<u2") & np.uint16(0x7FFF)), _BF16_MOST, 0x7F80
+        largest, most, infinity = _largest_magnitude(data, "2", 0x7FFF), _BF16_MOST, 0x7F80
     elif encoding == "fp32":
-        largest, most, infinity = _largest(np.frombuffer(data, "<u4") & np.uint32(0x7FFFFFFF)), _FP32_MOST, 0x7F800000
+        largest, most, infinity = _largest_magnitude(data, "4", 0x7FFFFFFF), _FP32_MOST, 0x7F800000
     else:  # with its sign: a scale has none
         largest, most, infinity = _largest(np.frombuffer(data, "<u4")), _SCALE_MOST, 0x7F800000
     if largest <= most:
@@ -77,6 +74,15 @@ def check_numbers(data: bytes | memoryview, encoding: Encoding) -> None:
     if largest >= infinity:
         raise BadPayload("non-finite parameters" if encoding != "int8" else "scales that are not finite and positive")
     raise BadPayload(f"parameters beyond {MAX_MAGNITUDE:.0f}")
+
+
+def _largest_magnitude(data: bytes | memoryview, size: str, magnitude: int) -> int:
+    """The largest bits without their sign: as signed integers the positive numbers lead, as unsigned the negative.
+
+    Two passes without a copy are more than twice as fast as one over the masked bits.
+    """
+    positive, any_sign = _largest(np.frombuffer(data, f"<i{size}")), _largest(np.frombuffer(data, f"<u{size}"))
+    return max(positive, any_sign & magnitude) if any_sign > magnitude else any_sign
 
 
 def _largest(bits: Any) -> int:
@@ -107,7 +113,7 @@ class IncomingPayload:
         self._encoding = encoding
         self._scales = list(scale_spans(pieces or (len(into),), encoding))
         self._received = 0
-        self._digest = Digest()
+        self._digest = link_digest()
         self.complete = False
 
     def add(self, chunk: Chunk) -> None:
@@ -140,10 +146,6 @@ class IncomingPayload:
         """Closes the payload; raises MalformedMessage when it is short, DigestMismatch when it differs."""
         if self._received != len(self._into):
             raise MalformedMessage(f"payload ended after {self._received} of {len(self._into)} bytes")
-        if self._digest.value() != message.digest:
-            raise DigestMismatch("the payload's BLAKE3 digest is not the one announced")
+        if self._digest.digest() != message.digest:
+            raise DigestMismatch("the payload's digest is not the one announced")
         self.complete = True
-
-    def close(self) -> None:
-        """Frees what a payload left unfinished holds; safe to call twice."""
-        self._digest.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from blake3 import blake3
-
 from peerloom.node import checkpoint
+from peerloom.node.digest import link_digest
 from peerloom.node.durable import storage_errors
 from peerloom.node.payload import Pace
 from peerloom.node.seams import MessageStream
@@ -54,7 +53,7 @@ async def send_copy(stream: Stream, folder: Path, stage: int) -> int:
 
 
 async def _send_file(stream: Stream, path: Path) -> None:
-    digest, offset, size = blake3(), 0, Pace(stream.chunk_bytes)
+    digest, offset, size = link_digest(), 0, Pace(stream.chunk_bytes)
     with path.open("rb") as file:
         while data := file.read(min(size.chunk_bytes, CHUNK_BYTES)):
             digest.update(data)
@@ -88,7 +87,7 @@ async def receive_copy(stream: Stream, copy: Copy, folder: Path, spec: RunSpec, 
 
 
 async def _receive_file(stream: Stream, path: Path, size: int) -> None:
-    digest, offset = blake3(), 0
+    digest, offset = link_digest(), 0
     with storage_errors(f"the copy {path}"), path.open("wb") as file:
         while True:
             message = await stream.receive()

@@ -72,7 +72,7 @@ def decode_exchange(data: bytes) -> ExchangeMessage | StreamEnd:
         case "chunk":
             return checked_chunk(envelope.chunk.offset, envelope.chunk.data)
         case "payload_end":
-            return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.DIGEST_BYTES))
+            return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.LINK_DIGEST_BYTES))
         case "commit":
             return Commit()
         case "ack":

@@ -56,7 +56,7 @@ def decode_stage(data: bytes) -> StageMessage | StreamEnd:
         case "chunk":
             return checked_chunk(envelope.chunk.offset, envelope.chunk.data)
         case "payload_end":
-            return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.DIGEST_BYTES))
+            return PayloadEnd(checks.octets("digest", envelope.payload_end.digest, limits.LINK_DIGEST_BYTES))
         case "score":
             score = envelope.score
             version = checks.position("version", score.version)

@@ -17,6 +17,7 @@ MAX_STAGES = 256  # parts of a model in a pipeline
 MAX_LEGS = 4096  # exchanges of a fragment in a round: a complete graph has as many as nodes
 
 DIGEST_BYTES = 32  # BLAKE3 and SHA-256
+LINK_DIGEST_BYTES = 16  # XXH3
 EXCHANGE_ID_CHARS = 32  # 16 random bytes in hex
 MAX_DIGEST_CHARS = 64  # a 32-byte digest in hex
 RUN_ID_CHARS = 16  # hex

@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PayloadEnd:
-    """All chunks are sent; `digest` is BLAKE3 over the whole payload (32 bytes)."""
+    """All chunks are sent; `digest` is XXH3 over the whole payload (16 bytes)."""
 
     digest: bytes
 

@@ -174,7 +174,7 @@ async def not_a_number(peer: Hostile, stream: ExchangeStream) -> None:
 async def wrong_digest(peer: Hostile, stream: ExchangeStream) -> None:
     for start in range(0, peer.total_bytes, CHUNK_BYTES):
         await stream.send(Chunk(start, bytes(min(CHUNK_BYTES, peer.total_bytes - start))))
-    await stream.send(PayloadEnd(bytes(32)))
+    await stream.send(PayloadEnd(bytes(16)))
 
 
 async def without_end(peer: Hostile, stream: ExchangeStream) -> None:

@@ -29,7 +29,7 @@ from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_model import build_stage, stage_numel
 from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
-from peerloom.node.worker.tasks.gasloc import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
+from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.optim.flat import FlatParameters

@@ -74,7 +74,7 @@ async def test_every_message_crosses_both_ways_in_order(swarm: Swarm) -> None:
         Accept(8),
         Decline("busy", "with another"),
         Chunk(4, b"data"),
-        PayloadEnd(b"d" * 32),
+        PayloadEnd(b"d" * 16),
         Commit(),
         Ack(),
         Withdraw("changed my mind"),

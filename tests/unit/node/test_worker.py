@@ -11,7 +11,8 @@ import torch
 
 from peerloom.node import checkpoint
 from peerloom.node.worker.memory import BlockLayout
-from peerloom.node.worker.tasks.gasloc import GaslocTask, NonFiniteLoss
+from peerloom.node.worker.tasks.common import NonFiniteLoss
+from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.encode import decode, encoded_bytes
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError, StorageError
 from peerloom.protocol.runspec import RunSpec

@@ -81,7 +81,7 @@ exchange_messages = st.one_of(
     st.builds(Accept, positions),
     st.builds(Decline, st.sampled_from(get_args(DeclineReason)), texts(512)),
     st.builds(Chunk, payload_bytes, st.binary(min_size=1, max_size=64)),
-    st.builds(PayloadEnd, octets(32)),
+    st.builds(PayloadEnd, octets(16)),
     st.just(Commit()),
     st.just(Ack()),
     st.builds(Withdraw, texts(512)),

@@ -31,7 +31,7 @@ MESSAGES: list[StageMessage | StreamEnd] = [
     Activation(Microbatch(0, 0, True), 0, (1, 2, 3), "fp32"),
     Gradient(MB, 7, (4, 128, 64), "fp32", 2.5),
     Chunk(12, b"abc"),
-    PayloadEnd(b"d" * 32),
+    PayloadEnd(b"d" * 16),
     Score(Microbatch(1, 2, True), 9, 3.25),
     Credit(4),
     Beat(True),
