@@ -173,7 +173,7 @@ class RunSpec(Table, _Remembered):
         yield from self._cross_replicas()
 
     def _cross_replicas(self) -> Iterator[Fault]:
-        """Several hosts of a stage exchange by rendezvous, beneath the updates that go on; round_s is of no use there."""
+        """Several hosts of a stage exchange by rendezvous, beneath the updates that go on; round_s has no use there."""
         for name, value, allowed in (
             ("pairing", self.gasloc.pairing, "rendezvous"),
             ("fragments", self.gasloc.fragments, 1),
