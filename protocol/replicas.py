@@ -19,8 +19,11 @@ MixingStep = Literal[
 
 
 def replica_spec(spec: RunSpec) -> RunSpec:
-    """The run as the hosts of one stage exchange in it: one partner by rendezvous, beneath the updates that go on."""
-    gasloc = replace(spec.gasloc, overlap=True, max_round_skew=ANY_SKEW)
+    """The run as the hosts of one stage exchange in it: one partner by rendezvous, beneath the updates that go on.
+
+    A round is `local_steps` updates, never a time: what a host does in a time depends on what the others send it.
+    """
+    gasloc = replace(spec.gasloc, overlap=True, max_round_skew=ANY_SKEW, round_s=0.0)
     return replace(spec, gasloc=gasloc)
 
 

@@ -173,11 +173,10 @@ class RunSpec(Table, _Remembered):
         yield from self._cross_replicas()
 
     def _cross_replicas(self) -> Iterator[Fault]:
-        """Several hosts of a stage exchange by rendezvous, beneath the updates that go on."""
+        """Several hosts of a stage exchange by rendezvous, beneath the updates that go on; round_s has no use there."""
         for name, value, allowed in (
             ("pairing", self.gasloc.pairing, "rendezvous"),
             ("fragments", self.gasloc.fragments, 1),
-            ("round_s", self.gasloc.round_s, 0),
         ):
             if value != allowed:
                 yield Fault((f"gasloc.{name}", "method"), f'{value!r}: must be {allowed!r} with method = "pipeline"')

@@ -29,18 +29,27 @@ class StageReplica:
         self._flat, self._spec, self._peer_id, self._pieces = flat.detach(), spec, peer_id, pieces
         self._proposal, self._partner = proposal, partner
         self._exchanges: Exchanges | None = None
+        self._together = False  # it has mixed with somebody
 
     def take(self, step: MixingStep, round: int) -> Taken:
-        """Carries out one step of a round; the first one after a "drop" proposes the weights as they are."""
+        """Carries out one step of a round; the first one after a "drop" proposes the weights as they are.
+
+        The first mix only brings hosts together that began apart, and the method starts behind it. Else its momentum
+        would carry them past each other by a share of that gap, much farther than they drift, and each would take the
+        other for one far off.
+        """
         if step == "drop":
-            self._exchanges = None
+            self._exchanges, self._together = None, False
             return Taken()
         exchanges = self._exchanges = self._exchanges or self._begin()
         if step == "propose":
             exchanges.propose()
             exchanges.send(round)
             return Taken()
-        return Taken(**exchanges.finish(step == "mix")._asdict())
+        taken = Taken(**exchanges.finish(step == "mix")._asdict())
+        if step == "mix" and not self._together:
+            self._exchanges, self._together = None, True
+        return taken
 
     def _begin(self) -> Exchanges:
         gasloc, flat = self._spec.gasloc, self._flat

@@ -1,7 +1,7 @@
 """How soon a stage trains again whose host was killed: real nodes under load, kill after kill, a stage drawn each time.
 
 From kill -9 of one of three hosts to the first update of its stage under another: the standby's, whose worker process
-is warm. The victim then comes back as the next standby. The baseline is what the issue allows: the heartbeat's end and
+is warm. The victim comes back as the next standby. The baseline is what the issue allows: the heartbeat's end and
 ten seconds.
 """
 
@@ -80,28 +80,26 @@ dead_after_s = {DEAD_AFTER_S}
         self.swarm.start()
         self._hosts = [self._join(f"node-{stage}", "--stage", str(stage)) for stage in range(STAGES)]
         wait_for("updates", lambda: all(len(node.events("update")) > 2 * BACKUP_EVERY for node in self._hosts))
-        self._standby = self._join("node-spare")
+        self._spare = "node-spare"
 
     def _join(self, name: str, *stage: str) -> Node:
         return self.swarm.node(name, "join", self.swarm.invite, "--data", str(self._text), *stage)
 
     def kill(self, stage: int) -> float:
         """Seconds without an update of a stage that is killed now, once a standby is there and somebody has a copy."""
-        victim, standby = self._hosts[stage], self._standby
+        victim, standby = self._hosts[stage], self._join(self._spare)
         standby.wait_for("standing by", lambda: "standing by for stage" in standby.said())
-        wait_for(f"a copy of stage {stage}", lambda: any(self._has_copy(node, stage) for node in self._others(victim)))
+        others = [node for node in (*self._hosts, standby) if node is not victim]
+        wait_for(f"a copy of stage {stage}", lambda: any(self._has_copy(node, stage) for node in others))
         died = time.time()
         victim.process.kill()
         victim.process.wait()
         first = standby.wait_for("an update of the new host", lambda: self._updates(standby, stage, died))[0]
         victim.expect_nothing_left()
-        self._hosts[stage], self._standby = standby, self._join(victim.name)
+        self._hosts[stage], self._spare = standby, victim.name
         print(f"stage {stage} again after {first - died:.1f} s", file=sys.stderr)
         wait_for("updates on", lambda: len(self._updates(standby, stage, died)) > 2 * BACKUP_EVERY)
         return first - died
-
-    def _others(self, victim: Node) -> list[Node]:
-        return [node for node in (*self._hosts, self._standby) if node is not victim]
 
     @staticmethod
     def _has_copy(node: Node, stage: int) -> bool:

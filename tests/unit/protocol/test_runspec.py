@@ -91,6 +91,14 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
             'model.vocab_size = 255: must be at least 256 with data.tokenizer = "b',
         ),
         (RunSpec(train=TrainSpec(batch_size=65536), data=DataSpec(sequence_length=2048)), "must be at most 32768"),
+        (
+            RunSpec(method="pipeline", gasloc=GaslocSpec(pairing="scheduled")),
+            "gasloc.pairing = 'scheduled': must be 'rendezvous' with method = \"pipeline\"",
+        ),
+        (
+            RunSpec(method="pipeline", gasloc=GaslocSpec(alpha=1.5)),
+            "gasloc.alpha = 1.5: a pair diverges; must be below 1.4 with overlap",
+        ),
         (RunSpec(model=3), "model = 3: must be a table"),  # type: ignore[arg-type]
     ],
 )
@@ -105,6 +113,7 @@ def test_what_is_allowed_at_the_edges() -> None:
     RunSpec(model=ModelSpec(vocab_size=100, path="hub/name")).check()
     GaslocSpec(alpha=1.99, eta=10, gamma=0, max_round_skew=0).check()
     GaslocSpec(alpha=2.39).check()
+    RunSpec(method="pipeline", gasloc=GaslocSpec(round_s=3.0)).check()
     TrainSpec(warmup_steps=0, total_steps=1, clip_norm=0, learning_rate=1).check()
 
 
