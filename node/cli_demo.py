@@ -90,7 +90,7 @@ async def _run(plan: DemoPlan, spec: RunSpec, console: Console) -> DemoOutcome:
         loop.add_signal_handler(number, interrupted.set)
     try:
         with _Screen(spec, plan, console, interrupted) as screen:
-            return await run_demo(plan, _observer(plan.folder), screen.show, interrupted)
+            return await run_demo(plan, _observer(plan.folder), screen.show, interrupted, screen.page_is_at)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -141,6 +141,10 @@ class _Screen:
         if self._live is None and now >= self._said_at + LINE_EVERY_S:
             self._said_at = now
             self._console.print(f"{self._left()}; {summary(totals_of(rows_of(statuses, time.time())))}", soft_wrap=True)
+
+    def page_is_at(self, url: str) -> None:
+        """Says where to watch it in a browser."""
+        self._console.print(f"Watch it in a browser while it runs: {url}", soft_wrap=True)
 
     def _render(self) -> Group:
         rows = rows_of(self._statuses, time.time())

@@ -74,7 +74,7 @@ def _node(
     ] = None,
     port_mapping: Annotated[
         bool | None,
-        typer.Option("--port-mapping/--no-port-mapping", help="Ask the router for a port.", rich_help_panel=_NODE),
+        typer.Option("--port-mapping/--no-port-mapping", help="Ask the router for ports.", rich_help_panel=_NODE),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_NODE)] = None,
     devices: Annotated[

@@ -23,6 +23,7 @@ from peerloom.node.http_endpoint import DEFAULT as DEFAULT_HTTP
 from peerloom.node.http_endpoint import parse_endpoint
 from peerloom.protocol.bucket import LEAST_CAP
 from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.progress import LEAST_STALL_S
 from peerloom.protocol.spec_rules import shown
 from peerloom.protocol.spec_toml import closest
 from peerloom.protocol.types import PeerId
@@ -95,7 +96,9 @@ class NodeConfig(BaseSettings):
     )
     relay_tunnels: int = _setting(256, "calls' connections carried at once", "an integer from 1 to 4096", ge=1, le=4096)
     port_mapping: bool = _setting(
-        True, "ask the home router for a port (UPnP, NAT-PMP) when listening on 0.0.0.0 or ::", "true or false"
+        True,
+        "ask the home router for both ports when listening on 0.0.0.0 (UPnP; NAT-PMP: the DHT's alone)",
+        "true or false",
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")
     devices: tuple[str, ...] = _setting(
@@ -127,6 +130,13 @@ class NodeConfig(BaseSettings):
     )
     checkpoint_every_s: float = _setting(
         60.0, "seconds between checkpoints", "a number above 0 and at most 86400", gt=0, le=86400
+    )
+    stall_after_s: float = _setting(
+        LEAST_STALL_S,
+        "seconds without a step after which training counts as stalled; more where 20 usual steps take longer",
+        "a number from 2 to 86400",
+        ge=2,
+        le=86400,
     )
     keep_checkpoints: int = _setting(3, "newest checkpoints kept", "an integer from 1 to 1000", ge=1, le=1000)
     http: str = _setting(

@@ -25,7 +25,7 @@ from peerloom.node.durable import storage_errors
 from peerloom.node.facts import LONELY, Facts
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.node.grpc_transport import GrpcTransport
-from peerloom.node.http_endpoint import parse_endpoint
+from peerloom.node.http_endpoint import SERVED_AT, parse_endpoint
 from peerloom.node.http_feed import SwarmFeed
 from peerloom.node.http_server import HttpServer
 from peerloom.node.identity import Identity, load_or_create, lock_identity
@@ -34,12 +34,12 @@ from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
-from peerloom.node.reaching import Reaching, desk_limits
+from peerloom.node.reaching import Reaching, desk_limits, port_mapping_of
 from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
 from peerloom.node.tensorboard import TensorBoard
-from peerloom.node.throttle import Caps
+from peerloom.node.throttle import Caps, Traffic
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
 from peerloom.node.worker.calls import WorkerCalls
@@ -47,6 +47,7 @@ from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.seedflow_port import SeedflowProcess
 from peerloom.protocol.errors import DiscoveryLost, IdentityInUse, InviteError, PeerloomError
 from peerloom.protocol.invite import Invite, parse_invite
+from peerloom.protocol.progress import StepPace
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, PeerId, Role, RunId, SignedSpec
 
@@ -161,6 +162,7 @@ async def _run_node(
         own_invites = await discovery.invites()
         _remember(folders, run_dir, signed, [*own_invites[:1], *(str(seed) for seed in seeds)])
         certificate = load_or_make(folders.data, clock.wall())
+        traffic = Traffic(clock, Caps(config.max_upload, config.max_download))
         reaching = Reaching.build(
             identity.peer_id,
             clock,
@@ -168,6 +170,7 @@ async def _run_node(
             lambda peer: view.record_of(peer),
             lambda metric, amount: facts.count(metric, amount),
             frozenset(config.allow),
+            traffic,
         )
         stack.push_async_callback(reaching.stop)
         transport = GrpcTransport(
@@ -177,7 +180,7 @@ async def _run_node(
             spec_hash=run_spec.spec_hash(),
             listen=tuple((host, grpc_port) for host in config.listen),
             announce=config.announce,
-            caps=Caps(config.max_upload, config.max_download),
+            traffic=traffic,
             clock=clock,
             rng=random.Random(secrets.randbits(64)),
             allow=(lambda peer: peer in config.allow) if config.allow else None,
@@ -195,10 +198,12 @@ async def _run_node(
             clock=clock,
             bytes_moved=transport.bytes_moved,
             started_at=clock.wall(),
+            pace=StepPace(config.stall_after_s),
         )
         view = SwarmView(discovery, facts, run_spec, clock, signed)
         await discovery.attach(reaching.tunnels.attach)
-        driver = reaching.driver(transport, view, facts, discovery)
+        mapping = port_mapping_of(config, transport)
+        driver = reaching.driver(transport, view, facts, discovery, mapping)
 
         def joinable() -> None:
             host, port = transport.local()
@@ -206,7 +211,7 @@ async def _run_node(
             ports.remember("grpc", port)
             on_joinable(NodeInfo(peer_id=facts.peer_id, run_id=run_spec.run_id, invites=own_invites))
 
-        await _serve_http(config, run_spec, facts, view, clock, stack)
+        await _serve_http(config, run_spec, facts, view, clock, stack, discovery.records_kept)
         await _refuse_second_self(view, transport, facts)
         context = Context(
             settings=NodeSettings(
@@ -234,7 +239,8 @@ async def _run_node(
             joinable=joinable,
             sign=identity.sign,
         )
-        node = Node(context, discovery, workers if role == "trainer" else None, jobs=(driver.run,))
+        jobs = (driver.run,) if mapping is None else (driver.run, mapping.run)
+        node = Node(context, discovery, workers if role == "trainer" else None, jobs=jobs)
         _tell_changes(facts, log_context, view, phases, on_status, on_started)
         stopper.drains(node)
         await _run_while_discoverable(node, discovery)
@@ -259,17 +265,23 @@ async def _run_while_discoverable(node: Node, discovery: DhtDiscovery) -> None:
 
 
 async def _serve_http(
-    config: NodeConfig, spec: RunSpec, facts: Facts, view: SwarmView, clock: SystemClock, stack: AsyncExitStack
+    config: NodeConfig,
+    spec: RunSpec,
+    facts: Facts,
+    view: SwarmView,
+    clock: SystemClock,
+    stack: AsyncExitStack,
+    dht_records: Callable[[], int],
 ) -> None:
     """The page, metrics and health, unless `--http none`."""
     endpoint = parse_endpoint(config.http)
     if endpoint is None:
         return
     feed = SwarmFeed(spec, facts.status, view.records, view.left, clock.wall)
-    metrics = exposition(facts.status, feed.totals)
+    metrics = exposition(facts.status, feed.totals, dht_records)
     server = await HttpServer.start(endpoint, feed=feed, status=facts.status, metrics=metrics)
     stack.push_async_callback(server.stop)
-    log.info("page, metrics and health on %s", server.url)
+    log.info("%s%s", SERVED_AT, server.url)
 
 
 def _journal(config: NodeConfig, run_dir: Path, clock: SystemClock, stack: AsyncExitStack) -> Journal:

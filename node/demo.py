@@ -16,6 +16,7 @@ methods; the hash is that of the sums in the node's home.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,6 +26,7 @@ from typing import Any
 
 from peerloom.node.children import Child, Children
 from peerloom.node.demo_seedflow import SeedflowFigures, agreed, faults_of, figures_of
+from peerloom.node.http_endpoint import DEFAULT, OFF, SERVED_AT
 from peerloom.node.status import LastHeard
 from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.types import NodeStatus
@@ -113,16 +115,22 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-async def run_demo(plan: DemoPlan, watch: Watch, show: Show, interrupted: asyncio.Event) -> DemoOutcome:
+async def run_demo(
+    plan: DemoPlan,
+    watch: Watch,
+    show: Show,
+    interrupted: asyncio.Event,
+    on_page: Callable[[str], None] = lambda url: None,
+) -> DemoOutcome:
     """Starts the swarm, follows it for `plan.seconds` or until `interrupted`, stops it and judges it.
 
     No process it started is left when it returns or raises. `watch` yields the swarm's statuses, given the invites;
-    its errors are raised.
+    its errors are raised. `on_page` is told where the bootstrap node serves its page.
     """
     clock = asyncio.get_running_loop().time
     started = clock()
     children = Children(plan.folder, stop_within_s=plan.stop_within_s)
-    progress = _Progress(show)
+    progress = _Progress(show, on_page)
     try:
         await _first(
             _live(plan, children, watch, progress),
@@ -208,6 +216,7 @@ class _Progress:
     """The newest word of every node, kept past the end of the watch."""
 
     show: Show
+    on_page: Callable[[str], None]
     statuses: list[NodeStatus] = field(default_factory=list)
 
 
@@ -216,6 +225,8 @@ async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Pro
     _share_cache(plan)
     bootstrap = await children.start("bootstrap", _command(plan, "bootstrap", []))
     invites = await _invites(bootstrap)
+    if page := _page_of(bootstrap):
+        progress.on_page(page)
     await asyncio.gather(
         *(children.start(name, _command(plan, name, invites)) for name in plan.names),
     )
@@ -248,6 +259,13 @@ async def _invites(bootstrap: Child) -> list[str]:
     return [word for word in line.split() if word.startswith("/")]
 
 
+def _page_of(node: Child) -> str:
+    """Where a node that others can join serves its page, as its log says; "" if it does not."""
+    with node.log.open(encoding="utf-8", errors="replace") as lines:
+        told = [json.loads(line)["message"] for line in lines if line.startswith("{") and line.endswith("}\n")]
+    return next((line.removeprefix(SERVED_AT) for line in told if line.startswith(SERVED_AT)), "")
+
+
 def _command(plan: DemoPlan, name: str, invites: list[str]) -> list[str]:
     run = ["--run", str(plan.run_file)] if plan.run_file is not None else []
     role = ["join", *invites] if invites else ["bootstrap", *run]
@@ -260,7 +278,7 @@ def _command(plan: DemoPlan, name: str, invites: list[str]) -> list[str]:
         "--grpc-port", "0",
         "--device", "cpu",
         "--threads", str(plan.threads),
-        "--http", "127.0.0.1:0" if name == "bootstrap" else "none",
+        "--http", DEFAULT if name == "bootstrap" else OFF,
         "--log-format", "json",
         *(["--trust-paths"] if plan.method == "seedflow" and invites else []),  # the demo's own base model and text
     ]

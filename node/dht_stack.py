@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from peerloom.node.dht_records import RecordValidator
 from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, P2pdOptions
-from peerloom.node.seeds import PROBE_TIMEOUT_S, ProbeReply, serve_probe
+from peerloom.node.seeds import PROBE_TIMEOUT_S, ProbeReply, reach, serve_probe
 from peerloom.protocol.errors import LinkError
 from peerloom.protocol.invite import Invite
 from peerloom.protocol.types import PeerId
@@ -98,6 +98,13 @@ class DhtStack:
         """What this node stores, for the next life."""
         return list(self._dht.protocol.storage.items()) if self._dht is not None else []
 
+    def records_kept(self) -> int:
+        """How many live records this node stores, for itself and for others."""
+        from hivemind.dht.storage import DictionaryDHTValue
+
+        values = [item.value for _, item in self.kept()]
+        return sum(len(list(v.items())) if isinstance(v, DictionaryDHTValue) else 1 for v in values)
+
     def keep(self, items: Sequence[tuple[Any, Any]]) -> None:
         """Takes over what a former life stored."""
         for key_id, item in items:
@@ -132,6 +139,10 @@ class DhtStack:
         """Dials a peer and, if it answers, takes it into the routing table; raises LinkError or TimeoutError."""
         from hivemind.p2p import PeerID
 
+        match multiaddr.split("/"):
+            case ["", protocol, host, "tcp", port]:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    multiaddr = await reach(protocol, host, int(port))
         await self.daemon.connect(peer, multiaddr, PROBE_TIMEOUT_S)
         if self._live:
             await self._dht.protocol.call_ping(PeerID.from_base58(peer), strict=False)

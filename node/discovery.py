@@ -230,6 +230,10 @@ class DhtDiscovery:
             raise ValueError("no run was joined: call join_run first")
         return self.run_id
 
+    def records_kept(self) -> int:
+        """How many live records of the DHT this node stores."""
+        return self._stack.records_kept() if self._stack is not None else 0
+
     async def invites(self) -> list[str]:
         """The lines others may join by, best first; a node on loopback alone names that."""
         if self._stack is None or self._settings.client_only:

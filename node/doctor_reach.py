@@ -16,6 +16,7 @@ from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
 from peerloom.node.observer import Observer
 from peerloom.node.ports import RememberedPorts
+from peerloom.node.reaching import port_mapping_of
 from peerloom.node.seams import MessageStream
 from peerloom.node.tls import make_certificate
 from peerloom.protocol.errors import LinkError, PeerloomError, PortInUse
@@ -65,6 +66,9 @@ async def ask_back(config: NodeConfig, observer: Observer) -> Finding:
             )
             stack.push_async_callback(transport.stop)
             addresses = await transport.start(_Nobody())
+            if (mapping := port_mapping_of(config, transport)) is not None:
+                stack.push_async_callback(mapping.withdraw)
+                addresses = (*await mapping.once(), *addresses)
         except PortInUse:
             text = f"not checked: port {config.grpc_port} is taken, maybe by this machine's own node"
             return Finding(NAME, "warn", text, "see `where` of that node in peer status")
@@ -105,10 +109,11 @@ def finding_of(
         return Finding(NAME, "ok", f"direct: {len(answers)} of {len(answers)} peers dialled back at {reached}")
     carried = f"{relays} of the nodes carry it" if relays else "and no node that carries others is there"
     text = f"{sum(map(bool, answers))} of {len(answers)} peers reached {tried}: {_in_the_way(addresses)}; {carried}"
-    port = addresses[0].rpartition(":")[2]
+    port = addresses[-1].rpartition(":")[2]
     remedy = (
-        f"nothing needs to be done while a relay is there; to be dialled, open TCP port {port} (--grpc-port) in the "
-        f"firewall and forward it in the router, or say --announce HOST:{port} for where others reach this machine"
+        f"nothing needs to be done while a relay is there; to be dialled, turn UPnP on in the router, or open TCP port "
+        f"{port} (--grpc-port) in the firewall and forward it in the router, or say --announce HOST:{port} for where "
+        "others reach this machine"
     )
     return Finding(NAME, "warn" if relays else "fail", text, remedy)
 

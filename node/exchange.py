@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, WorkerPort
+from peerloom.node.seams import Clock, ExchangePort, ExchangeStream, RoundTrained
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
 from peerloom.protocol.limits import LEAST_RATE
@@ -44,7 +44,7 @@ class Exchange:
         peer: PeerId,
         *,
         feed: Callable[[events.Event], None],
-        worker: WorkerPort,
+        worker: ExchangePort,
         clock: Clock,
         stream: ExchangeStream | None = None,
         round: int = 0,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from peerloom.node.exchange import FIRST_MESSAGE_S, Exchange
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import Clock, ExchangeStream, RoundTrained, Transport, WorkerPort
+from peerloom.node.seams import Clock, ExchangePort, ExchangeStream, RoundTrained, Transport
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import (
     BadPayload,
@@ -52,7 +52,7 @@ class GossipDriver:
         self,
         machine: GossipMachine,
         transport: Transport,
-        worker: WorkerPort,
+        worker: ExchangePort,
         clock: Clock,
         *,
         layout: str,

@@ -54,7 +54,8 @@ class GrpcTransport:
     """Implements seams.Transport; see there for the calls.
 
     `listen` is one (host, port) or several, port 0 for any. `announce` replaces the addresses found by itself; an
-    entry without a port gets the bound one. `caps` hold over all calls. `allow` says which peers may call; None: all of
+    entry without a port gets the bound one. `caps` hold over all calls; `traffic`, if given, has caps of its own and
+    is shared with what this node relays. `allow` says which peers may call; None: all of
     the run. Without start() it only calls, as `peer status` does with an identity of its own. `dialer` knows the ways
     to a peer; `origin_of` says whose tunnel ends at an address of this machine.
     """
@@ -73,6 +74,7 @@ class GrpcTransport:
         allow: Callable[[PeerId], bool] | None = None,
         protocol_range: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         caps: Caps = NO_CAPS,
+        traffic: Traffic | None = None,
         dialer: Dialer | None = None,
         origin_of: OriginOf = lambda *_: None,
     ) -> None:
@@ -94,7 +96,7 @@ class GrpcTransport:
             protocol_min=protocol_range[0],
             protocol_max=protocol_range[1],
         )
-        self._traffic = Traffic(clock, caps)
+        self._traffic = traffic or Traffic(clock, caps)
         self._links: OrderedDict[PeerId, PeerLink] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
         self._server: GrpcServer | None = None
@@ -196,7 +198,10 @@ class GrpcTransport:
                 call.cancel()
 
     def bytes_moved(self) -> tuple[int, int]:
-        """(sent, received) over all calls so far, served ones included; TLS and HTTP/2 framing left out."""
+        """(sent, received) over all calls so far, served ones included, without the framing of TLS and HTTP/2.
+
+        What this node relays is in it too, as far as it shares its Traffic.
+        """
         return self._traffic.sent, self._traffic.received
 
     def clock_offset_s(self, peer: PeerId) -> float | None:

@@ -8,6 +8,7 @@ from typing import Final
 
 DEFAULT: Final = "127.0.0.1:9464"  # the port that exporters for Prometheus commonly use
 OFF: Final = "none"
+SERVED_AT: Final = "page, metrics and health on "  # what the log says when it is served, before the address
 
 
 @dataclass(frozen=True, slots=True)

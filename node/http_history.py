@@ -66,9 +66,12 @@ class Meetings:
     def __init__(self) -> None:
         self._known: dict[tuple[PeerId, PeerId], Meeting] = {}
         self._told: dict[PeerId, float] = {}
+        self._forgot_at = 0.0
 
     def note(self, row: NodeRow, now: float) -> Meeting | None:
         """Takes a node's last exchange and returns the meeting; None for one that it has told before."""
+        if now - self._forgot_at > MEETING_S:  # also where no page is ever open
+            self.recent(now)
         if not row.last_partner or row.last_met_s is None:
             return None
         at = now - row.last_met_s
@@ -84,6 +87,7 @@ class Meetings:
 
     def recent(self, now: float) -> list[Meeting]:
         """Those of the last MEETING_S; the others are forgotten."""
+        self._forgot_at = now
         self._known = {pair: each for pair, each in self._known.items() if now - each.at <= MEETING_S}
         self._told = {peer: at for peer, at in self._told.items() if now - at <= MEETING_S}
         return list(self._known.values())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from peerloom.node.http_connections import KEPT_S, Connections, listening
 from peerloom.node.http_endpoint import Endpoint
 from peerloom.node.http_feed import SwarmFeed, TooManyListeners
 from peerloom.protocol.errors import ConfigError, PortInUse
@@ -17,6 +19,7 @@ from peerloom.protocol.types import NodeState, NodeStatus
 if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Middleware
+    from aiohttp.web_protocol import RequestHandler
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,11 +43,15 @@ HEADERS: Final = {
 class HttpServer:
     """Started by `start`; `url` says where."""
 
-    def __init__(self, runner: web.AppRunner, feed: SwarmFeed, url: str) -> None:
+    def __init__(
+        self, runner: web.AppRunner, feed: SwarmFeed, url: str, connections: Connections, listener: asyncio.Server
+    ) -> None:
         self._runner = runner
         self._feed = feed
+        self._listener = listener
         self.url = url
-        self._looking = asyncio.create_task(feed.run(), name="swarm feed")
+        self.connections = connections
+        self._looking = asyncio.gather(feed.run(), connections.watch())
 
     @classmethod
     async def start(
@@ -58,54 +65,58 @@ class HttpServer:
         """Listens; `metrics` maps an Accept header to body and content type. Raises PortInUse or ConfigError."""
         from aiohttp import web
 
-        app = web.Application(middlewares=[_guard(endpoint)])
+        app = web.Application(middlewares=[_guard(endpoint, lambda connection: connections.asked(connection))])
         _add_routes(app, feed, status, metrics)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=KEPT_S
+        )
         await runner.setup()
         try:
-            port = await _bind(runner, endpoint)
+            listening = _bind(endpoint)
+            assert runner.server is not None  # ours: it is there once set up
+            connections = Connections(runner.server)
+            listener = await asyncio.get_running_loop().create_server(connections, sock=listening)
         except BaseException:
             await runner.cleanup()
             raise
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        return cls(runner, feed, f"http://{host}:{port}/")
+        return cls(runner, feed, f"http://{host}:{listening.getsockname()[1]}/", connections, listener)
 
     async def stop(self) -> None:
         """Ends every answer under way and frees the port."""
         self._looking.cancel()
         await asyncio.gather(self._looking, return_exceptions=True)
         self._feed.close()
+        self._listener.close()
         await self._runner.cleanup()
 
 
-async def _bind(runner: web.AppRunner, endpoint: Endpoint) -> int:
-    from aiohttp import web
-
+def _bind(endpoint: Endpoint) -> socket.socket:
     ports = range(endpoint.port, endpoint.port + TRIED) if endpoint.moves else (endpoint.port,)
     for port in (*ports, *((0,) if endpoint.moves else ())):
-        site = web.TCPSite(runner, endpoint.host, port)
         try:
-            await site.start()
+            return listening(endpoint.host, port)
         except OSError as error:
-            await site.stop()
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(
                     f"--http {endpoint.host}:{port}: cannot listen there ({error.strerror}); use 127.0.0.1, or none"
                 ) from error
-        else:
-            return int(runner.addresses[0][1])
     raise PortInUse(
         f"--http {endpoint.host}:{endpoint.port}: the port is in use by another program; stop it, choose another "
         "port (0: any free one) or none"
     )
 
 
-def _guard(endpoint: Endpoint) -> Middleware:
-    """Adds the headers; on loopback refuses a foreign Host, with which a web site could read what is only local."""
+def _guard(endpoint: Endpoint, asked: Callable[[RequestHandler], None]) -> Middleware:
+    """Tells of each request and adds the headers.
+
+    On loopback it refuses a foreign Host, with which a web site could read what is only local.
+    """
     from aiohttp import web
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked(request.protocol)
         host = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if endpoint.loopback and host not in ("localhost", "127.0.0.1", "[::1]", endpoint.host):
             raise web.HTTPForbidden(text="this page is for this machine: ask for 127.0.0.1 or localhost\n")

@@ -25,7 +25,10 @@ class Life(Protocol):
         ...
 
     async def run(self) -> None:
-        """From the worker's start to its end in order; raises WorkerDied, NoDonor, or Drained before any work."""
+        """From the worker's start to its end in order; raises WorkerDied, NoDonor, or Drained before any work.
+
+        Raises Moved when all is saved and another life is to begin at once.
+        """
         ...
 
     async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:

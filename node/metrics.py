@@ -109,9 +109,15 @@ RENAMED = {  # these may fall
 class NodeCollector(Collector):
     """Turns one node's status, and the swarm's totals, into metric families."""
 
-    def __init__(self, status: Callable[[], NodeStatus], totals: Callable[[], Totals] | None = None) -> None:
+    def __init__(
+        self,
+        status: Callable[[], NodeStatus],
+        totals: Callable[[], Totals] | None = None,
+        dht_records: Callable[[], int] | None = None,
+    ) -> None:
         self._status = status
         self._totals = totals
+        self._dht_records = dht_records
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape sees."""
@@ -124,6 +130,9 @@ class NodeCollector(Collector):
                 yield GaugeMetricFamily(f"peerloom_{RENAMED[name]}", told, value)
             else:
                 yield CounterMetricFamily(f"peerloom_{clean}", told, value)
+        if self._dht_records is not None:
+            told = "Records of the DHT that this node keeps, for itself and for others"
+            yield GaugeMetricFamily("peerloom_dht_records", told, self._dht_records())
         if self._totals is not None:
             yield from _swarm_metrics(self._totals())
 
@@ -170,11 +179,13 @@ def _swarm_metrics(totals: Totals) -> Iterator[Metric]:
 
 
 def exposition(
-    status: Callable[[], NodeStatus], totals: Callable[[], Totals] | None = None
+    status: Callable[[], NodeStatus],
+    totals: Callable[[], Totals] | None = None,
+    dht_records: Callable[[], int] | None = None,
 ) -> Callable[[str], tuple[bytes, str]]:
     """A function from an Accept header to a scrape's body and content type; it also tells of the process itself."""
     registry = CollectorRegistry()
-    registry.register(NodeCollector(status, totals))
+    registry.register(NodeCollector(status, totals, dht_records))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
 

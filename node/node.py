@@ -14,6 +14,7 @@ from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
 from peerloom.node.place import Drained
 from peerloom.node.seams import Discovery, MessageStream, WorkerDied
+from peerloom.node.stage_moving import Moved
 from peerloom.node.watchdog import watch_progress
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
@@ -133,6 +134,9 @@ class Node:
                 return await trainer.run()
             except Drained:
                 return
+            except Moved:
+                failures = 0
+                continue
             except WorkerDied as died:
                 failures = 1 if trainer.rounds >= HEALTHY_ROUNDS else failures + 1
                 facts.count("worker_deaths")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from peerloom.node.context import Context
-from peerloom.node.logs import short
-from peerloom.node.place import Drained
-from peerloom.node.seams import FIRST_STEP, MessageStream, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.place import unless_draining
+from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, StagePort, WorkerReady, WorkerSetup
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
+from peerloom.node.stage_moving import Moved, StageMoving
+from peerloom.node.stage_neighbours import OPENING_S, StageNeighbours
+from peerloom.node.stage_replicas import StageReplicas
 from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import WAITS_FOR, StageView
 from peerloom.protocol import stage_events as events
@@ -23,24 +25,20 @@ from peerloom.protocol.errors import (
     DataError,
     LinkError,
     MalformedMessage,
-    PeerError,
-    PeerloomError,
     ProtocolError,
     StorageError,
 )
 from peerloom.protocol.ledger import Ledger
 from peerloom.protocol.messages import FetchRequest, StateMessage
-from peerloom.protocol.services import STAGE, Service
-from peerloom.protocol.stage_messages import StageOpen, StageOpened
+from peerloom.protocol.services import EXCHANGE, STAGE, Service
+from peerloom.protocol.stage_messages import StageOpen
 from peerloom.protocol.stages import StageMachine
-from peerloom.protocol.types import PeerId, PeerRecord
+from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-T = TypeVar("T")
 
-OPENING_S = 10.0  # a peer that opens a stream and says nothing is cut off
 DRAIN_SAVE_S = 7.0  # of the 10 s that a stop may take
 TEXT_FROM = 32  # where in an init digest the text's begins
 LINGER_S = 30.0  # how long a stage that is done answers those that are not
@@ -52,17 +50,19 @@ def lane_of(peer: PeerId) -> int:
 
 
 class PipelineTrainer:
-    """Drives one worker from its start to its end; raises WorkerDied or Drained."""
+    """Drives one worker from its start to its end; raises WorkerDied, Drained or Moved."""
 
-    def __init__(self, context: Context, worker: WorkerPort) -> None:
+    def __init__(self, context: Context, worker: StagePort) -> None:
         self._context, self._worker = context, worker
         self._facts, self._clock = context.facts, context.clock
         self._spec = context.spec.pipeline
         self._view = StageView(context)
         self._keeping = StageKeeping(context, self._view)
         self._driver: StageDriver | None = None
-        self._connecting: dict[PeerId, asyncio.Task[None]] = {}
+        self._replicas: StageReplicas | None = None
         self._seeker = StageSeeker(context, self._view, self._keeping)
+        self._neighbours = StageNeighbours(context, self._view, self._seeker)
+        self._moving = StageMoving(context, self._view)
         self._saved = asyncio.Event()
         self._save_at = 0.0
         self._rate_from = (0.0, 0)
@@ -72,9 +72,12 @@ class PipelineTrainer:
 
     async def serve(self, service: Service[M], stream: MessageStream[M]) -> None:
         """Runs a stream that a peer opened; raises LinkError while it cannot."""
-        if service is not STAGE:
-            raise LinkError("this run serves no such stream")
-        await self._serve(cast(Stream, stream))
+        if service is STAGE:
+            await self._serve(cast(Stream, stream))
+        elif service is EXCHANGE and self._replicas is not None:
+            await self._replicas.serve(cast(ExchangeStream, stream))
+        else:
+            raise LinkError("this node hosts no stage now" if service is EXCHANGE else "this run serves no such stream")
 
     def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """Raises LinkError: no node of a pipeline holds the model."""
@@ -82,6 +85,8 @@ class PipelineTrainer:
 
     async def interrupt(self) -> None:
         """Begins no more microbatches, and saves."""
+        if self._replicas is not None:
+            self._replicas.drain()
         if self._driver is not None:
             self._driver.feed(events.DrainStarted())
             self._driver.feed(events.SaveWanted())
@@ -93,23 +98,24 @@ class PipelineTrainer:
 
     def peers_changed(self) -> None:
         """The live view is another one."""
+        if self._replicas is not None:
+            self._replicas.look()
         self._seeker.wake()
 
     async def run(self) -> None:
         """The whole life: returns when drained, or when the run's updates are made, with a checkpoint written."""
+        draining = self._context.draining
         try:
-            stage = await self._unless_draining(self._seeker.find())
-            await self._unless_draining(self._seeker.obtain_state(stage))
-            ready = await self._unless_draining(self._worker.start(self._setup(stage), self._progress))
+            stage = await unless_draining(draining, self._seeker.find())
+            await unless_draining(draining, self._seeker.obtain_state(stage))
+            ready = await unless_draining(draining, self._worker.start(self._setup(stage), self._progress))
             self._context.phases.mark("worker")
             await self._host(stage, ready)
         finally:
-            self._driver = None
-            connecting = list(self._connecting.values())
-            for task in connecting:
-                task.cancel()
-            await asyncio.gather(*connecting, return_exceptions=True)
-            self._seeker.take("", -1)
+            self._driver = self._replicas = None
+            await self._neighbours.close()
+            if self._facts.stage_role == "hosts":
+                self._seeker.take("", -1)
             await self._worker.stop()
 
     def _setup(self, stage: int) -> WorkerSetup:
@@ -132,18 +138,6 @@ class PipelineTrainer:
             self._context.journal.write("first_step")
         else:
             self._context.progress(what, share)
-
-    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
-        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
-        try:
-            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Drained
-        finally:
-            working.cancel()
-            draining.cancel()
-            await asyncio.gather(working, draining, return_exceptions=True)
 
     # hosting it
 
@@ -188,6 +182,7 @@ class PipelineTrainer:
         self._save_at = self._clock.monotonic() + context.settings.checkpoint_every_s
         self._rate_from = (self._clock.monotonic(), ready.step)
         driver = self._driver = self._new_driver(stage, ready)
+        replicas = self._replicas = StageReplicas(context, self._view, driver, self._worker, ready)
         context.journal.write("hosting", stage=stage, update=ready.step, resumed=ready.resumed)
         context.phases.mark("place in the swarm")
         jobs = [
@@ -195,6 +190,7 @@ class PipelineTrainer:
             for name, job in (
                 ("driver", driver.run()),
                 ("keeping", self._keeping.run(stage)),
+                ("replicas", replicas.run()),
                 ("life", self._live(driver)),
             )
         ]
@@ -209,23 +205,37 @@ class PipelineTrainer:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     async def _live(self, driver: StageDriver) -> None:
-        """Looks after neighbours, checkpoints and the end; returns at the end, with all saved."""
-        limit, draining = self._limit(), self._context.draining
-        while not draining.is_set() and not self._is_done(driver, limit):
+        """Looks after neighbours, checkpoints and the end; returns at the end, with all saved.
+
+        Raises Moved, with all saved too, when another stage needs this node more.
+        """
+        limit, draining, moves = self._limit(), self._context.draining, False
+        while not moves and not draining.is_set() and not self._is_done(driver, limit):
             driver.feed(events.Ticked())
             await self._look_after(driver)
             await self._seeker.wait(TICK_S)
+            moves = await self._moving.is_due(driver.machine.applied)
+        if moves:
+            self._seeker.take("claims", self._view.missing()[0])  # at once, or the next one would think it is its turn
+        await self._save_last(driver, ends=moves or draining.is_set())
         if draining.is_set():
+            return
+        if moves:
+            self._facts.count("stages_left")
+            raise Moved
+        await self._linger(driver, limit or 0)
+
+    async def _save_last(self, driver: StageDriver, *, ends: bool) -> None:
+        """The newest weights go to the disk; where the stage `ends` here, nothing more begins, in little time."""
+        if ends:
             driver.feed(events.DrainStarted())
         self._saved.clear()
         driver.feed(events.SaveWanted())
         try:
-            async with asyncio.timeout(DRAIN_SAVE_S if draining.is_set() else None):
+            async with asyncio.timeout(DRAIN_SAVE_S if ends else None):
                 await self._saved.wait()
         except TimeoutError:
             log.warning("the last checkpoint was not written in time; an older one stands")
-        if not draining.is_set():
-            await self._linger(driver, limit or 0)
 
     def _is_done(self, driver: StageDriver, limit: int | None) -> bool:
         """All updates are made; of several nodes of a stage each makes a part, and ends when the first stage has."""
@@ -261,7 +271,9 @@ class PipelineTrainer:
             await self._context.view.refresh()
         self._refuse_other_text(driver.machine.stage)
         facts.partners.update({peer: n - facts.partners[peer] for peer, n in driver.answered.items()})
-        self._connect(driver)
+        self._neighbours.connect(driver)
+        if self._replicas is not None:
+            self._replicas.look()
         if driver.computing_s > self._spec.answer_s:
             log.warning("the worker has not ended a pass in %.0f s; it is started again", driver.computing_s)
             self._worker.kill()
@@ -298,43 +310,7 @@ class PipelineTrainer:
     def _tokens_an_update(self) -> int:
         return self._context.spec.train.batch_size * self._context.spec.data.sequence_length
 
-    # neighbours
-
-    def _connect(self, driver: StageDriver) -> None:
-        """Opens a link to each node of the next stage that has none."""
-        for peer, task in list(self._connecting.items()):
-            if task.done():
-                del self._connecting[peer]
-        for record in self._view.hosts(driver.machine.stage + 1):
-            if record.peer_id not in driver.downstream and record.peer_id not in self._connecting:
-                task = asyncio.create_task(self._link(driver, record), name=f"stage-link-{short(record.peer_id)}")
-                self._connecting[record.peer_id] = task
-
-    async def _link(self, driver: StageDriver, record: PeerRecord) -> None:
-        """One link to a node of the next stage, from its opening to its end."""
-        stage = driver.machine.stage + 1
-        try:
-            stream = await self._context.transport.open(record, STAGE)
-        except PeerloomError as error:
-            log.info("no link with %s of stage %d: %s", short(record.peer_id), stage, error)
-            await self._view.check(record.peer_id)
-            await asyncio.sleep(TICK_S)
-            return
-        try:
-            await stream.send(StageOpen("run", stage))
-            async with asyncio.timeout(OPENING_S):
-                answer = await stream.receive()
-            if not isinstance(answer, StageOpened):
-                raise MalformedMessage("the next stage did not take the link")
-            log.info("linked with %s of stage %d", short(record.peer_id), stage)
-            self._seeker.wake()
-            await driver.serve_downstream(stream)
-        except (PeerError, TimeoutError) as error:
-            log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
-        finally:
-            await stream.close()
-        await self._view.check(record.peer_id)
-        await asyncio.sleep(TICK_S)  # before the next attempt
+    # streams
 
     async def _serve(self, stream: Stream) -> None:
         try:
@@ -362,17 +338,7 @@ class PipelineTrainer:
             case "fetch":
                 await self._keeping.serve_fetch(stream, opening.stage)
             case "run":
-                await self._serve_run(stream, opening.stage)
-
-    async def _serve_run(self, stream: Stream, stage: int) -> None:
-        driver = self._driver
-        if driver is None or driver.machine.stage != stage or stage == 0:
-            raise LinkError(f"this node does not host stage {stage} now")
-        await self._view.expect_host(stream.peer, stage - 1)
-        try:
-            await driver.serve_upstream(stream)
-        finally:
-            self._seeker.wake()
+                await self._neighbours.serve(self._driver, stream, opening.stage)
 
     # reports
 
@@ -387,6 +353,8 @@ class PipelineTrainer:
         self._context.journal.write("update", stage=facts.stage, update=update, loss=loss)
         if facts.step % self._spec.backup_every == 0 and self._driver is not None:
             self._driver.feed(events.SaveWanted())
+        if self._replicas is not None:
+            self._replicas.look()
         if self._limit() == facts.step:
             self._seeker.wake()
 

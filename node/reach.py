@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from peerloom.node import tunnel_keep
 from peerloom.node.facts import Facts
 from peerloom.node.logs import short
+from peerloom.node.port_mapping import PortMapping
 from peerloom.node.seams import Clock, Transport
 from peerloom.node.tunnel import Tunnels
 from peerloom.node.view import SwarmView
 from peerloom.protocol import reach
 from peerloom.protocol.checks import multiaddr
 from peerloom.protocol.errors import MalformedMessage, PeerloomError
-from peerloom.protocol.limits import MAX_LIBP2P
+from peerloom.protocol.limits import MAX_ADDRESSES, MAX_LIBP2P
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ LIBP2P_EVERY = 10  # looks; p2pd is asked for its addresses at each of those
 class ReachDriver:
     """`run` is a background job of the node, begun once its server listens.
 
-    `moved` is told when the machine's addresses have changed, `libp2p` tells p2pd's.
+    `moved` is told when the machine's addresses have changed, `libp2p` tells p2pd's; `mapping`, if any, what a router
+    forwards.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ReachDriver:
         clock: Clock,
         moved: Callable[[], Awaitable[None]],
         libp2p: Callable[[], Awaitable[tuple[str, ...]]],
+        mapping: PortMapping | None = None,
     ) -> None:
         self._machine = machine
         self._transport = transport
@@ -50,6 +53,7 @@ class ReachDriver:
         self._clock = clock
         self._moved = moved
         self._libp2p = libp2p
+        self._mapping = mapping
         self._kept: dict[PeerId, asyncio.Task[None]] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._addresses: tuple[str, ...] = ()
@@ -77,12 +81,16 @@ class ReachDriver:
             log.info("this machine's addresses have changed to %s", ", ".join(addresses))
             self._facts.count("addresses_changed")
             self._looks = 0
+            if self._mapping is not None:
+                self._mapping.network_changed()
             await self._moved()  # before relays are sought: they are on the other side of the old connections
         self._addresses = addresses
         if self._looks % LIBP2P_EVERY == 0:
             self._facts.libp2p = _fit(await self._libp2p())
         self._looks += 1
         self._facts.counters.update(self._tunnels.desk.counts())
+        mapped = self._mapping.addresses if self._mapping is not None else ()
+        addresses = tuple(dict.fromkeys((*mapped, *addresses)))[:MAX_ADDRESSES]
         self._handle(reach.Looked(addresses=addresses, records=tuple(self._view.believed())))
 
     def _handle(self, event: reach.Event) -> None:

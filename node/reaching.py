@@ -11,8 +11,10 @@ from peerloom.node.config import NodeConfig
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.facts import Facts
 from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.port_mapping import PortMapping
 from peerloom.node.reach import ReachDriver
 from peerloom.node.seams import Clock
+from peerloom.node.throttle import Traffic
 from peerloom.node.tunnel import Count, Tunnels
 from peerloom.node.tunnel_dialer import RecordOf, TunnelDialer
 from peerloom.node.view import SwarmView
@@ -34,13 +36,21 @@ class Reaching:
 
     @classmethod
     def build(
-        cls, own: PeerId, clock: Clock, limits: DeskLimits, record_of: RecordOf, count: Count, allow: frozenset[PeerId]
+        cls,
+        own: PeerId,
+        clock: Clock,
+        limits: DeskLimits,
+        record_of: RecordOf,
+        count: Count,
+        allow: frozenset[PeerId],
+        traffic: Traffic | None = None,
     ) -> Reaching:
-        """`allow` empty: everybody."""
+        """`allow` empty: everybody; `traffic` is the transport's, so that caps hold over calls and what is relayed."""
         book, relays = RelayBook(random.Random(secrets.randbits(64))), list[Callable[[], frozenset[PeerId]]]()
         tunnels = Tunnels(
             RelayDesk(own, limits),
             clock,
+            traffic=traffic,
             my_relays=lambda: frozenset().union(*(each() for each in relays)),
             allowed=lambda peer: not allow or peer in allow,
             count=count,
@@ -48,9 +58,14 @@ class Reaching:
         return cls(tunnels, TunnelDialer(tunnels, book, clock, record_of, count), book, clock, relays)
 
     def driver(
-        self, transport: GrpcTransport, view: SwarmView, facts: Facts, discovery: DhtDiscovery
+        self,
+        transport: GrpcTransport,
+        view: SwarmView,
+        facts: Facts,
+        discovery: DhtDiscovery,
+        mapping: PortMapping | None = None,
     ) -> ReachDriver:
-        """The node's background job."""
+        """The node's background job; `mapping`, if there is one, is another."""
         driver = ReachDriver(
             Reachability(random.Random(secrets.randbits(64)), self.book),
             transport=transport,
@@ -60,6 +75,7 @@ class Reaching:
             clock=self.clock,
             moved=discovery.moved,
             libp2p=discovery.libp2p_addresses,
+            mapping=mapping,
         )
         self._own_relays.append(driver.my_relays)
         return driver
@@ -68,6 +84,13 @@ class Reaching:
         """Ends all tunnels; the dialler's end with its transport."""
         await self.dialer.stop()
         await self.tunnels.stop()
+
+
+def port_mapping_of(config: NodeConfig, transport: GrpcTransport) -> PortMapping | None:
+    """The job that asks the router for a port; None where it is not to, or could be of no use."""
+    if not config.port_mapping or config.announce or "0.0.0.0" not in config.listen:
+        return None
+    return PortMapping(lambda: transport.local()[1], random.Random(secrets.randbits(64)))
 
 
 def desk_limits(config: NodeConfig) -> DeskLimits:

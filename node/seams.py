@@ -185,6 +185,7 @@ class WorkerReady:
     note: str = ""
     sketch: tuple[float, ...] = ()
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
+    replica_bytes: int = 0  # of a stage's encoded weights
     pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint.Meta
 
 
@@ -231,7 +232,23 @@ class WorkerDied(Exception):
     """The worker process ended or stopped answering; the message says how (exit code, signal, last stderr line)."""
 
 
-class WorkerPort(Protocol):
+class ExchangePort(Protocol):
+    """What an exchange needs of a worker: the proposals, and an end to local steps for a partner who waits."""
+
+    async def interrupt(self) -> None:
+        """Ends the local steps under way after the current one; train() returns with fewer steps."""
+        ...
+
+    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """These pieces of the encoded proposal, read-only, valid from train()'s return to take() or finish()."""
+        ...
+
+    def inbox(self, pieces: Span = (0, 1)) -> memoryview:
+        """Where these pieces of a partner's encoded proposal go, same length."""
+        ...
+
+
+class WorkerPort(ExchangePort, Protocol):
     """The training process, from the daemon's side. All calls raise WorkerDied when it dies."""
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
@@ -254,18 +271,6 @@ class WorkerPort(Protocol):
 
     async def ask(self, command: Any, answer: type[A]) -> A:
         """Carries out a command of the spec's method, of which `answer` is the answer's type."""
-        ...
-
-    async def interrupt(self) -> None:
-        """Ends the local steps under way after the current one; train() returns with fewer steps."""
-        ...
-
-    def outbox(self, pieces: Span = (0, 1)) -> memoryview:
-        """These pieces of the encoded proposal, read-only, valid from train()'s return to take() or finish()."""
-        ...
-
-    def inbox(self, pieces: Span = (0, 1)) -> memoryview:
-        """Where these pieces of a partner's encoded proposal go, same length."""
         ...
 
     async def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
@@ -307,6 +312,18 @@ class WorkerPort(Protocol):
 
     async def stop(self) -> None:
         """Ends the process and frees the shared memory."""
+        ...
+
+
+class StagePort(WorkerPort, Protocol):
+    """A pipeline stage's worker: inbox and outbox hold activations and their gradients; weights lie beside them."""
+
+    def proposal(self) -> memoryview:
+        """The stage's encoded weights for another host of it, read-only, from a "propose" to its "mix" or "alone"."""
+        ...
+
+    def partner(self) -> memoryview:
+        """Where that host's go, same length."""
         ...
 
 

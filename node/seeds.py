@@ -120,7 +120,7 @@ async def _probe_one(
 ) -> SeedReport:
     try:
         async with asyncio.timeout(timeout_s):
-            address = await _reach(seed)
+            address = await reach(seed.protocol, seed.host, seed.port)
             await _connect(daemon, seed, address, timeout_s)
             report = await _ask(daemon, seed, clock)
     except TimeoutError as error:
@@ -129,20 +129,21 @@ async def _probe_one(
     return report
 
 
-async def _reach(seed: Invite) -> str:
-    """The seed's multiaddr with its name resolved; fails fast, and plainly, where nothing listens."""
-    family = _FAMILIES.get(seed.protocol, socket.AF_UNSPEC)
+async def reach(protocol: str, host: str, port: int) -> str:
+    """The multiaddr of what listens at a place, its name resolved; raises LinkError, fast, where nothing does.
+
+    libp2p is not asked before: for an address that failed often it would then wait for minutes by itself.
+    """
+    family = _FAMILIES.get(protocol, socket.AF_UNSPEC)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            seed.host, seed.port, family=family, type=socket.SOCK_STREAM
-        )
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise LinkError(f"has a name that does not resolve ({error.strerror})") from error
     reason = "has no address"
     for *_, address in found:
-        host = str(address[0])
+        each = str(address[0])
         try:
-            _, writer = await asyncio.open_connection(host, seed.port)
+            _, writer = await asyncio.open_connection(each, port)
         except ConnectionRefusedError:
             reason = "refused the connection: nothing listens there"
         except TimeoutError:
@@ -151,7 +152,7 @@ async def _reach(seed: Invite) -> str:
             reason = f"cannot be reached ({error.strerror or error})"
         else:
             await _hang_up(writer)
-            return f"/ip{6 if ':' in host else 4}/{host}/tcp/{seed.port}"
+            return f"/ip{6 if ':' in each else 4}/{each}/tcp/{port}"
     raise LinkError(reason)
 
 

@@ -14,18 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerloom.node.logs import short
-from peerloom.node.seams import Clock, WorkerPort
+from peerloom.node.seams import Clock, Taken, WorkerPort
 from peerloom.node.stage_link import StageLink, Stream, TensorForm
 from peerloom.node.worker import messages
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import LinkError, MalformedMessage, ProtocolError, StorageError
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.stage_effects import StageEffect
 from peerloom.protocol.stage_events import StageEvent
 from peerloom.protocol.stage_messages import Activation, Credit, Gradient, Score, StageOpened
-from peerloom.protocol.stages import MAX_UPSTREAM, StageMachine
+from peerloom.protocol.stage_moves import MAX_UPSTREAM
+from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class StageDriver:
         self._work: asyncio.Queue[tuple[StageEffect, bytearray | None]] = asyncio.Queue()
         self._pending: deque[StageEvent] = deque()
         self._handling = False
+        self._mixed: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -116,6 +119,12 @@ class StageDriver:
             raise
         finally:
             self._handling = False
+
+    async def mixing(self, step: MixingStep, round: int) -> Taken:
+        """Has the worker take one step of an exchange with another host of the stage; one at a time."""
+        self._mixed = asyncio.get_running_loop().create_future()
+        self.feed(events.MixingWanted(step, round))
+        return await self._mixed
 
     # links
 
@@ -190,7 +199,7 @@ class StageDriver:
             case effects.RunBackward(microbatch):
                 self._made.pop(microbatch, None)
                 self._work.put_nowait((effect, self._gradients.pop(microbatch)))
-            case effects.RunUpdate() | effects.RunSave():
+            case effects.RunUpdate() | effects.RunSave() | effects.RunMixing():
                 self._work.put_nowait((effect, None))
             case effects.SendActivation(peer, microbatch, version):
                 header = Activation(microbatch, version, self._form.shape, self._form.encoding)
@@ -241,6 +250,11 @@ class StageDriver:
                 case effects.RunSave(ledger):
                     await self._save(ledger)
                     self.feed(events.SaveDone())
+                case effects.RunMixing(step, round):
+                    taken = await self._worker.ask(messages.Mixing(step, round), Taken)
+                    if not self._mixed.done():
+                        self._mixed.set_result(taken)
+                    self.feed(events.MixingDone())
 
     def _keep_forward(self, microbatch: Microbatch) -> None:
         if not self._last:

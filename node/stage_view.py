@@ -25,7 +25,7 @@ class StageView:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._dead: dict[PeerId, float] = {}  # when its last believed record was issued
+        self._dead = context.view.silent
         self._missed: Counter[PeerId] = Counter()  # probes in a row without an answer
 
     def records(self) -> list[PeerRecord]:

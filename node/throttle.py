@@ -1,4 +1,4 @@
-"""The node's caps on what it sends and receives, over all calls of a transport, and the count of it."""
+"""The node's caps on what it sends and receives, over all calls and all that it relays, and the count of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class Caps:
     def send_bytes(self) -> int:
         """The largest chunk or piece that this node sends."""
         return slice_bytes(self.upload)
+
+    @property
+    def carried_bytes(self) -> int:
+        """The largest piece that this node passes on for others at once: one of its own calls may wait behind it."""
+        return min(self.send_bytes, self.receive_bytes)
 
     @property
     def receive_bytes(self) -> int:
@@ -62,7 +67,7 @@ class ChunkSize:
 
 
 class Traffic:
-    """Bytes of all messages so far, and the waits that hold them to the caps."""
+    """Bytes of all messages and of what is relayed so far, and the waits that hold them to the caps."""
 
     def __init__(self, clock: Clock, caps: Caps = NO_CAPS) -> None:
         self.sent = 0
@@ -92,6 +97,15 @@ class Traffic:
                 bucket.wait_s(size, now)
         self.sent += sent
         self.received += received
+
+    async def carry(self, size: int) -> None:
+        """Counts `size` bytes that came for somebody else and leave again, once both caps let them."""
+        self.received += size
+        now = self._clock.monotonic()
+        caps = [bucket for bucket in (self._up, self._down) if bucket is not None]
+        if (seconds := max((cap.wait_s(size, now) for cap in caps), default=0.0)) > 0:
+            await asyncio.sleep(seconds)
+        self.sent += size
 
     async def _wait(self, bucket: Bucket | None, size: int) -> None:
         if bucket is not None and (seconds := bucket.wait_s(size, self._clock.monotonic())) > 0:

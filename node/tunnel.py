@@ -10,7 +10,8 @@ from typing import Any
 
 from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, Stream
 from peerloom.node.seams import Clock
-from peerloom.node.tunnel_pump import hang_up, join, relay
+from peerloom.node.throttle import Traffic
+from peerloom.node.tunnel_pump import READ_BYTES, hang_up, join, relay
 from peerloom.protocol import tunnel
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
 from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
@@ -31,7 +32,7 @@ class Tunnels:
     """Serves the protocol on each life of p2pd (`attach`), and opens tunnels through peers (`open`).
 
     `my_relays` are those through which others may bring tunnels; `allowed` says whom this node deals with; `count`
-    takes cumulative metrics.
+    takes cumulative metrics; `traffic` counts what is relayed, and holds it to the node's caps.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Tunnels:
         desk: RelayDesk,
         clock: Clock,
         *,
+        traffic: Traffic | None = None,
         my_relays: Callable[[], frozenset[PeerId]] = frozenset,
         allowed: Callable[[PeerId], bool] = lambda _: True,
         count: Count = lambda *_: None,
     ) -> None:
         self.desk = desk
         self._clock = clock
+        self._traffic = traffic or Traffic(clock)
         self._shares = RelayShares(desk.limits.rate, desk.limits.pair_rate)
         self._my_relays = my_relays
         self._allowed = allowed
@@ -219,7 +222,8 @@ class Tunnels:
             self.desk.closed(source, target)
 
     async def _carry(self, one: Stream, other: Stream, pair: Pair) -> None:
-        await relay(one, other, self._sharing(pair))
+        read_bytes = min(READ_BYTES, self._traffic.caps.carried_bytes)
+        await relay(one, other, self._sharing(pair), read_bytes=read_bytes)
 
     async def _reach(self, source: PeerId, target: PeerId) -> Stream | Refusal:
         """The relay's step to the target.
@@ -268,6 +272,7 @@ class Tunnels:
             self._count("relayed_bytes", float(size))
             if (seconds := self._shares.wait_s(pair, size, self._clock.monotonic())) > 0:
                 await asyncio.sleep(seconds)
+            await self._traffic.carry(size)
 
         return passing
 

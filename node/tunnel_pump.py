@@ -31,8 +31,13 @@ class Ending:
     heard_at: float = 0.0  # when the last byte came from the far end, by the loop's clock
 
 
-async def relay(one: Stream, other: Stream, passing: Passing, idle_s: float = IDLE_S) -> None:
-    """Copies both ways until either side is over or nothing has moved for `idle_s`; closes both."""
+async def relay(
+    one: Stream, other: Stream, passing: Passing, idle_s: float = IDLE_S, read_bytes: int = READ_BYTES
+) -> None:
+    """Copies both ways, in pieces of `read_bytes` at most, until either side is over or nothing has moved for `idle_s`.
+
+    Closes both.
+    """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(idle_s) as idle:
@@ -41,7 +46,8 @@ async def relay(one: Stream, other: Stream, passing: Passing, idle_s: float = ID
                 idle.reschedule(loop.time() + idle_s)
                 await passing(size)
 
-            await _first(_copy(one[0], other[1], moved), _copy(other[0], one[1], moved))
+            there, back = (one[0], other[1]), (other[0], one[1])
+            await _first(*(_copy(*way, moved, read_bytes) for way in (there, back)))
     except (OSError, TimeoutError):
         pass  # whichever side is left sees its stream end
     finally:
@@ -91,8 +97,8 @@ async def hang_up(*writers: asyncio.StreamWriter) -> None:
             writer.transport.abort()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: Passing) -> None:
-    while data := await reader.read(READ_BYTES):
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: Passing, read_bytes: int) -> None:
+    while data := await reader.read(read_bytes):
         await moved(len(data))
         writer.write(data)
         await writer.drain()

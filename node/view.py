@@ -41,6 +41,7 @@ class SwarmView:
         self._facts = facts
         self._clock = clock
         self.changed: Callable[[], None] = lambda: None
+        self.silent: dict[PeerId, float] = {}  # when the last record of a peer that was found dead had been issued
         self._membership = Membership(facts.peer_id, spec.gasloc)
         self._records: dict[PeerId, PeerRecord] = {}
         self._seen_since: dict[PeerId, float] = {}  # monotonic; of those with a record, without a gap

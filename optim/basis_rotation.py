@@ -177,8 +177,9 @@ class BasisRotatedAdam(Optimizer):
 def stage_frequencies(num_stages: int, freq: int) -> list[int]:
     """Steps between refreshes for each stage of a pipeline, first stage first, at the budget of `freq` everywhere.
 
-    Refresh rates go with the delay, as tau_k + 1 = num_stages - k, none above 1 a step, and sum to num_stages / freq as
-    nearly as whole numbers allow. Raises ValueError unless both arguments are at least 1.
+    Refresh rates go with the delay, as tau_k + 1 = num_stages - k, none above 1 a step, and sum to num_stages /
+    freq as nearly as whole numbers allow. How the paper's stage-aware budget is weighted is not known; tau + 1 is
+    ours. Raises ValueError unless both arguments are at least 1.
     """
     if num_stages < 1 or freq < 1:
         raise ValueError(f"num_stages and freq must be at least 1, got {num_stages} and {freq}")

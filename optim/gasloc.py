@@ -9,7 +9,9 @@ For worker i with neighbours j, per element, in fp32, each operation rounded onc
     "pre"  (the paper's equation):  theta' = mix + gamma * (y - previous),    previous' = y
     "post" (DiLoCo on an exact average): theta' = mix + gamma * (mix - previous),  previous' = mix
 
-and previous starts as theta_0. Groups that take their mean pairwise, one pair after the other (`average`), have
+and previous starts as theta_0. "pre" is the default because it is the paper's equation; the values of its experiments
+are not known, and DiLoCo's form is "post". Groups that take their mean pairwise, one pair after the other (`average`),
+have
 
     x   = (x_i + x_j) / 2, or x_j, for parts of x and each partner in turn, from x = y
     mix = y - alpha * (y - x)                            (x itself where alpha is 1)

@@ -141,8 +141,8 @@ def random_matching(n: int, seed: int, round: int) -> list[tuple[int, int]]:
 
     The algorithm is part of the contract, so that any implementation can agree on it without a random generator: order
     the indices by the SHA-256 digest of the ASCII string f"peerloom-matching-v1:{seed}:{round}:{i}", compared as bytes;
-    pair the first with the second, the third with the fourth and so on; the last of an odd number idles.
-    Raises ValueError for a negative n.
+    pair the first with the second, the third with the fourth and so on; the last of an odd number idles. How the
+    paper draws its matchings is not known. Raises ValueError for a negative n.
     """
     if n < 0:
         raise ValueError(f"a matching needs n >= 0, got {n}")
@@ -154,7 +154,7 @@ def two_peer(n: int, seed: int, round: int) -> Graph:
     """The union of two independent random matchings, weight 1/2 each; an edge that is in both has weight 1.
 
     They are `random_matching` of rounds 2 * round and 2 * round + 1. With alpha = 1 a node keeps half of its own and
-    takes a quarter from each of two peers.
+    takes a quarter from each of two peers. The paper's weights are not known; 1/2 is ours.
     """
     weights: dict[tuple[int, int], float] = {}
     for pair in random_matching(n, seed, 2 * round) + random_matching(n, seed, 2 * round + 1):

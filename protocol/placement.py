@@ -3,7 +3,8 @@
 Nodes claim the least served stage. A claim is not work yet: it is looked at for a while, and of two who claim one stage
 at once the one with the lower peer id stays. Once every stage has a host, `standbys` nodes a stage stand by with a copy
 of its state; further ones host a stage too. When a stage has lost its hosts, its standby of lowest id takes it over,
-and if it has none, the standby of lowest id of all.
+and if it has none, the standby of lowest id of all. Without any, one host of a stage that has several moves: they have
+turns, for one whose owner has chosen its stage stays, and does not say so. See `turn_to_move`.
 """
 
 from __future__ import annotations
@@ -97,6 +98,23 @@ def _takes_over(own: Claim, stage: int, claims: list[Claim]) -> bool:
     if own.stage == stage:
         return all(own.peer < peer for peer in own_kind)
     return not own_kind and all(own.peer < claim.peer for claim in standing)
+
+
+def turn_to_move(own: Claim, others: Iterable[Claim], stages: int) -> int | None:
+    """How many others a host must let go before it leaves its stage for one without a host; None: it stays.
+
+    First whoever stands by or claims, then the hosts of stages that have several: of the most served stage first, the
+    highest peer id first. A turn is a time, so one that does not go, for whatever reason, keeps nobody back for ever.
+    """
+    claims = [own, *(claim for claim in others if 0 <= claim.stage < stages and claim.peer != own.peer)]
+    hosts = Counter(claim.stage for claim in claims if claim.role == "hosts")
+    if own.role != "hosts" or hosts[own.stage] < 2 or len(hosts) == stages:
+        return None
+    able = [claim for claim in claims if claim.role == "hosts" and hosts[claim.stage] > 1]
+    able.sort(key=lambda claim: claim.peer, reverse=True)
+    able.sort(key=lambda claim: (-hosts[claim.stage], claim.stage))
+    coming = sum(claim.role == "stands_by" or (claim.role == "claims" and not hosts[claim.stage]) for claim in claims)
+    return coming + able.index(own)
 
 
 def keeper_of(stage: int, claims: Iterable[Claim], stages: int, host: PeerId) -> PeerId | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 STALL_FACTOR = 20.0  # usual steps that may pass without one
-LEAST_STALL_S = 60.0  # and never less than this: steps are told about once a second only
+LEAST_STALL_S = 60.0  # and by default never less than this; steps are told about once a second only
 BETWEEN_ROUNDS_S = 240.0  # outside the local steps, where it may evaluate or write a checkpoint in silence: at most
 FIRST_STEP_S = 300.0  # until a step is known: libraries compile, and a large model's first step is slow
 SMOOTHING = 0.3  # weight of the newest measurement of the usual step
 
 
 class StepPace:
-    """Learns how long a step usually takes and says when one is overdue; every `now` is of a clock that never jumps."""
+    """Learns how long a step usually takes and says when one is overdue; every `now` is of a clock that never jumps.
 
-    def __init__(self) -> None:
+    `least_s` is the least patience with a process that has taken a step.
+    """
+
+    def __init__(self, least_s: float = LEAST_STALL_S) -> None:
+        self._least_s = least_s
         self.usual_s: float | None = None
         self._steps = 0
         self._alive_at = 0.0
@@ -51,10 +55,10 @@ class StepPace:
         """How long nothing may happen, during the local steps or between them."""
         if self.usual_s is None:
             return FIRST_STEP_S
-        least = LEAST_STALL_S
+        least = self._least_s
         if not training:
             round_s = BETWEEN_ROUNDS_S if self._usual_round_s is None else self._usual_round_s
-            least = min(BETWEEN_ROUNDS_S, max(LEAST_STALL_S, STALL_FACTOR * round_s))
+            least = min(max(BETWEEN_ROUNDS_S, least), max(least, STALL_FACTOR * round_s))
         return max(least, STALL_FACTOR * self.usual_s)
 
     def overdue(self, now: float, training: bool = True) -> str:

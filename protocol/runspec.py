@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peerloom.protocol import spec_toml
@@ -170,6 +170,21 @@ class RunSpec(Table, _Remembered):
                 ("pipeline.microbatches", "train.batch_size", "method"),
                 f"{parts}: must divide train.batch_size, which is {self.train.batch_size}",
             )
+        yield from self._cross_replicas()
+
+    def _cross_replicas(self) -> Iterator[Fault]:
+        """Several hosts of a stage exchange by rendezvous, beneath the updates that go on."""
+        for name, value, allowed in (
+            ("pairing", self.gasloc.pairing, "rendezvous"),
+            ("fragments", self.gasloc.fragments, 1),
+            ("round_s", self.gasloc.round_s, 0),
+        ):
+            if value != allowed:
+                yield Fault((f"gasloc.{name}", "method"), f'{value!r}: must be {allowed!r} with method = "pipeline"')
+                return
+        if not self.gasloc.overlap:
+            for fault in replace(self.gasloc, overlap=True).cross():
+                yield Fault(tuple(f"gasloc.{key}" for key in fault.keys), fault.sentence)
 
     @classmethod
     def from_toml(cls, source: str) -> RunSpec:

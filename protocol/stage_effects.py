@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.types import PeerId
 
 
@@ -43,6 +44,14 @@ class RunSave:
     """Write a checkpoint of the newest weights, which have been trained on what `ledger` lists; ends in SaveDone."""
 
     ledger: dict[int, tuple[int, list[int]]] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMixing:
+    """Propose the newest weights to another host of the stage, or mix them; ends in MixingDone."""
+
+    step: MixingStep
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,7 @@ StageEffect = (
     | RunBackward
     | RunUpdate
     | RunSave
+    | RunMixing
     | SendActivation
     | SendGradient
     | SendScore

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.types import PeerId
 
 
@@ -115,6 +116,19 @@ class SaveDone:
 
 
 @dataclass(frozen=True, slots=True)
+class MixingWanted:
+    """An exchange of `round` with another host of the stage has come to a step that the weights take part in."""
+
+    step: MixingStep
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixingDone:
+    """The step is taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passed: whoever owes an answer for too long is given up."""
 
@@ -139,6 +153,8 @@ StageEvent = (
     | UpdateDone
     | SaveWanted
     | SaveDone
+    | MixingWanted
+    | MixingDone
     | Ticked
     | DrainStarted
 )

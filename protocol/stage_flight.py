@@ -13,12 +13,16 @@ Phase = Literal["queued", "forward", "unsent", "sent", "answered", "backward"]
 
 @dataclass(slots=True)
 class Flight:
-    """A microbatch under way here; `counted`: its gradient goes into `update`, computed with `version`."""
+    """A microbatch under way here; `counted`: its gradient goes into `update`, computed with `version`.
+
+    `origin` is who sent it last, even when `upstream`, to whom the answer goes, is no longer linked.
+    """
 
     microbatch: Microbatch
     upstream: PeerId | None
     upstream_version: int
     counted: bool
+    origin: PeerId | None = None
     phase: Phase = "queued"
     update: int = 0
     version: int = 0

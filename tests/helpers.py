@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from peerloom.node.http_endpoint import SERVED_AT
+
 PATIENCE_S = 120.0  # for whatever must happen sooner or later, on a machine that may be busy
 HELD: set[int] = set()  # pids of peers, which are ended and looked after by whoever made them
 T = TypeVar("T")
@@ -145,6 +147,14 @@ class Node(Peer):
         lines = self.said().split("\n")[:-1]
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def page(self) -> str:
+        """Where it serves its page, as its log says."""
+
+        def look() -> list[str]:
+            return [line["message"] for line in self.messages() if line["message"].startswith(SERVED_AT)]
+
+        return self.wait_for("its page", look)[-1].removeprefix(SERVED_AT)
+
     @property
     def run_dir(self) -> Path:
         (found,) = (self.home / "runs").iterdir()
@@ -233,9 +243,10 @@ class Swarm:
         node = self.nodes.get(name)
         return node if node is not None and node.running else self.join(name)
 
-    def join(self, name: str, *arguments: str) -> Node:
+    def join(self, name: str, *arguments: str, **variables: str) -> Node:
         """Starts a trainer on the run's own text."""
-        return self.node(name, "join", self.invite, "--data", str(self.run_file.parent / "text"), *arguments)
+        data = ("--data", str(self.run_file.parent / "text"))
+        return self.node(name, "join", self.invite, *data, *arguments, **variables)
 
     def trainers(self, *names: str) -> list[Node]:
         """Running trainers, started side by side, each past a round."""

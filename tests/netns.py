@@ -1,9 +1,10 @@
 """Networks of network namespaces: public hosts, routers with NAT that let nothing in, links to cut and to move.
 
-    core ── HOST (public, 5.0.N.2)          needs root, iproute2 and iptables (Debian's packages of those names)
+    core ── HOST (public, 5.0.N.2, or 2a00:N::2 and no IPv4)
       └──── NAT (5.0.N.2) ── HOST (192.168.N.M), several
 
-Nothing leads out of it. Addresses of 5.0.0.0/8 count as public, which those set aside for documentation do not.
+It needs root, iproute2 and iptables (Debian's packages of those names). Nothing leads out of it. Addresses of 5.0.0.0/8
+count as public, which those set aside for documentation do not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,24 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
+
+UPNP_CHAINS = (  # as the package's own script sets them up
+    ("nat", "PREROUTING", "-i", "wan"),
+    ("filter", "FORWARD", "-i", "wan"),
+    ("nat", "POSTROUTING", "-o", "wan"),
+)
+UPNP_CONFIG = """
+ext_ifname=wan
+listening_ip=lan
+enable_upnp=yes
+enable_natpmp=yes
+secure_mode=yes
+uuid=00000000-0000-0000-0000-000000000001
+allow 1024-65535 0.0.0.0/0 1024-65535
+deny 0-65535 0.0.0.0/0 0-65535
+lease_file={leases}
+"""
 
 
 def why_not() -> str:
@@ -31,6 +50,15 @@ def why_not() -> str:
     return f"iptables does not work here: {ruled.stderr.strip()}" if ruled.returncode else ""
 
 
+def why_no_upnp() -> str:
+    """Why no router here can forward ports when asked by UPnP; "" when one can."""
+    for tool in ("miniupnpd", "iptables-legacy"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    about = subprocess.run(["miniupnpd", "--version"], capture_output=True, text=True, check=False).stdout
+    return "" if "(iptables)" in about else "this miniupnpd is not of the package miniupnpd-iptables"
+
+
 @dataclass
 class Net:
     """A context manager that makes the core; hosts are added to it, and all goes at its end."""
@@ -39,6 +67,7 @@ class Net:
     _spaces: list[str] = field(default_factory=list)
     _links: int = 0
     _nats: dict[str, int] = field(default_factory=dict)  # and how many hosts are behind each
+    _upnp: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> Net:
         self._space("core")
@@ -46,6 +75,9 @@ class Net:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._upnp:
+            process.terminate()
+            process.wait()
         for space in reversed(self._spaces):
             subprocess.run(["ip", "netns", "del", self._name(space)], check=False, capture_output=True)
 
@@ -64,6 +96,19 @@ class Net:
         self._space(host)
         return self._uplink(host)
 
+    def public6(self, host: str) -> str:
+        """A host that everybody of its kind can dial, by IPv6 alone; returns its address."""
+        self._space(host)
+        self.run("core", "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1")
+        self._links += 1
+        near, subnet = f"c{self._links}", f"2a00:{self._links}:"
+        self._veth("core", near, host, "wan")
+        for side, device, address in (("core", near, f"{subnet}:1/64"), (host, "wan", f"{subnet}:2/64")):
+            self.run(side, "ip", "link", "set", device, "up")
+            self.run(side, "ip", "addr", "add", address, "dev", device, "nodad")
+        self.run(host, "ip", "route", "add", "default", "via", f"{subnet}:1")
+        return f"{subnet}:2"
+
     def nat(self, router: str) -> str:
         """A router that translates and lets in only what answers; returns its outer address."""
         self._space(router)
@@ -78,6 +123,28 @@ class Net:
             new = ("-i", "wan", "-m", "conntrack", "--ctstate", "NEW", "-j", "DROP")
             self.run(router, "iptables", "-A", chain, *new)
         return address
+
+    def upnp(self, router: str, folder: Path) -> None:
+        """Has a router of `nat` forward ports to those who ask, by miniupnpd; its files lie in `folder`."""
+        for table, base, *match in UPNP_CHAINS:
+            chain = "MINIUPNPD-POSTROUTING" if base == "POSTROUTING" else "MINIUPNPD"
+            self.run(router, "iptables-legacy", "-t", table, "-N", chain)
+            self.run(router, "iptables-legacy", "-t", table, "-I", base, *match, "-j", chain)
+        forwarded = ("-i", "wan", "-m", "conntrack", "--ctstate", "DNAT", "-j", "ACCEPT")
+        self.run(router, "iptables", "-I", "FORWARD", *forwarded)
+        config = folder / f"{router}.conf"
+        config.write_text(UPNP_CONFIG.format(leases=folder / f"{router}.leases"))
+        command = ("miniupnpd", "-d", "-f", str(config), "-P", str(folder / f"{router}.pid"))
+        with (folder / f"{router}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*self.inside(router), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        self._upnp.append(process)
+
+    def forwarded(self, router: str) -> str:
+        """The rules by which a router forwards now."""
+        rules = ("iptables-legacy", "-t", "nat", "-S", "MINIUPNPD")
+        return subprocess.run([*self.inside(router), *rules], capture_output=True, text=True, check=True).stdout
 
     def behind(self, router: str, host: str) -> str:
         """A host behind a router; returns its inner address."""

@@ -34,15 +34,15 @@ def swarm() -> FakeSwarm:
     return made
 
 
-def terminal(made: FakeSwarm) -> None:
+def terminal(made: FakeSwarm, folder: Path = FOLDER) -> None:
     """status.svg: `peer status --watch` at 80 columns."""
     rows = rows_of([made.status(), *(NodeStatus(record=record) for record in made.records.values())], made.now)
     console = Console(width=80, height=28, record=True, file=io.StringIO(), force_terminal=True)
     console.print(frame(View(marked=3), RunSpec(), RunSpec().run_id, rows, 80, 28))
-    (FOLDER / "status.svg").write_text(console.export_svg(title="peer status --watch"))
+    (folder / "status.svg").write_text(console.export_svg(title="peer status --watch"))
 
 
-async def page(made: FakeSwarm) -> None:
+async def page(made: FakeSwarm, folder: Path = FOLDER) -> None:
     """page.png: the page of a node."""
     from playwright.async_api import async_playwright
 
@@ -51,7 +51,7 @@ async def page(made: FakeSwarm) -> None:
         opened = await browser.new_page(viewport=SIZE)
         await opened.goto(server.url)
         await opened.locator("#nodes tbody tr").nth(2).click()
-        await opened.screenshot(path=FOLDER / "page.png")
+        await opened.screenshot(path=folder / "page.png")
         await browser.close()
 
 

@@ -7,6 +7,8 @@
 | previous | fp32: y_{t-1} (momentum "pre") or x_{t-1} ("post") | worker |
 | inbox | the partner's encoded y | daemon |
 | outbox | this node's encoded y; for fp32 without overlap it is the params region itself | worker |
+| proposal | a stage's encoded y, for another host of it; inbox and outbox are its activations' | worker |
+| partner | that host's | daemon |
 
 The block has no name anywhere (a memfd, or a file unlinked at once), so nothing is left after kill -9 of both ends.
 """
@@ -21,7 +23,7 @@ from typing import Literal
 
 from peerloom.protocol.types import Span
 
-Region = Literal["params", "theta", "previous", "inbox", "outbox"]
+Region = Literal["params", "theta", "previous", "inbox", "outbox", "proposal", "partner"]
 PAGE = 4096
 
 
@@ -33,10 +35,11 @@ class BlockLayout:
     payload_bytes: int
     own_outbox: bool  # False: the params region is the outbox
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes; (): one piece
+    replica_bytes: int = 0  # of a stage's encoded weights
 
     def span(self, region: Region) -> tuple[int, int]:
         """(first byte, length) of a region."""
-        flat, page = self.numel * 4, -(-self.numel * 4 // PAGE) * PAGE
+        flat, page = self.numel * 4, _whole(self.numel * 4)
         if region == "outbox" and not self.own_outbox:
             region = "params"
         match region:
@@ -49,7 +52,11 @@ class BlockLayout:
             case "inbox":
                 return 3 * page, self.payload_bytes
             case "outbox":
-                return 3 * page + -(-self.payload_bytes // PAGE) * PAGE, self.payload_bytes
+                return 3 * page + _whole(self.payload_bytes), self.payload_bytes
+            case "proposal":
+                return 3 * page + 2 * _whole(self.payload_bytes), self.replica_bytes
+            case "partner":
+                return 3 * page + 2 * _whole(self.payload_bytes) + _whole(self.replica_bytes), self.replica_bytes
 
     def pieces(self, span: Span) -> slice:
         """Where the encoding of some pieces lies in inbox and outbox."""
@@ -59,8 +66,13 @@ class BlockLayout:
     @property
     def total_bytes(self) -> int:
         """The size of the whole block."""
-        start, length = self.span("outbox" if self.own_outbox else "inbox")
+        start, length = self.span("partner" if self.replica_bytes else "outbox" if self.own_outbox else "inbox")
         return start + length
+
+
+def _whole(size: int) -> int:
+    """In whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
 def anonymous_file() -> int:

@@ -8,6 +8,7 @@ from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
 from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.types import Span
 
 
@@ -112,6 +113,14 @@ class SaveStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixing:
+    """One step of an exchange with another host of the stage, as `stage_effects.RunMixing`; answered by Taken."""
+
+    step: MixingStep
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known."""
 
@@ -176,7 +185,7 @@ class SaveState:
 
 Command = (
     Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop | Forward | Backward | Update | SaveStage
-    | Steps | Apply | Retract | HashState | ExportState | AdoptState | Evaluate | SaveState
+    | Mixing | Steps | Apply | Retract | HashState | ExportState | AdoptState | Evaluate | SaveState
 )
 
 

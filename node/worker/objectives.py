@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peerloom.node.seams import Evaluation, WorkerSetup
 from peerloom.node.worker.classification import Columns, Example, Prompt, PromptClassifier, read_examples, split
 from peerloom.node.worker.data import Batches, check_enough, prepare
-from peerloom.node.worker.tasks.gasloc import HELD_OUT
+from peerloom.node.worker.tasks.common import HELD_OUT
 from peerloom.node.worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from peerloom.protocol.errors import DataError, SpecError
 from peerloom.protocol.flood_messages import origin_key

@@ -54,6 +54,14 @@ class WorkerProcess(WorkerCalls):
         block = self._mapped()
         return block.view("inbox")[block.layout.pieces(pieces)]
 
+    def proposal(self) -> memoryview:
+        """A stage's encoded weights, read-only."""
+        return self._mapped().view("proposal").toreadonly()
+
+    def partner(self) -> memoryview:
+        """Where those of another host of the stage go."""
+        return self._mapped().view("partner")
+
     async def take(self, fragment: int, weight: float, pieces: Span, replace: bool) -> Taken:
         """Takes in these pieces of the inbox."""
         return await self._call(messages.Take(fragment, weight, pieces, replace), Taken)

@@ -16,7 +16,7 @@ Cost = Literal["numel", "newton_schulz"]
 
 NS_STEPS = 5
 ADAMW_FLOPS = 12  # an element a step, beside the flops of Newton-Schulz
-WORKSPACE_CAP = 1.25  # how much larger a unit's largest segment may get for a better balance over all units
+WORKSPACE_CAP = 1.25  # ours, no value is known: how much larger a unit's largest segment may get for a better balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

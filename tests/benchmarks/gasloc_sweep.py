@@ -18,7 +18,7 @@ Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
 RATES = (5e-3, 1e-2, 2e-2, 4e-2)
-EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2)  # at H = 1 the best of RATES was the last
+EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ LOCAL_STEPS = (
 EVERY_STEP = (
     accelerated(
         Setting(label="GASLoC ring H=1", partners="ring", h=1, momentum="pre"),
-        ((2e-2, 0.45, 1.4), (4e-2, 0.45, 1.4), (4e-2, 0.2, 1.0), (8e-2, 0.2, 1.0)),
+        ((2e-2, 0.45, 1.4), (4e-2, 0.45, 1.4), (4e-2, 0.2, 1.0), (8e-2, 0.2, 1.0), (8e-2, 0.45, 1.4)),
     ),
     rates(Setting(label="gossip ring H=1", partners="ring", h=1, alpha=2 / 3)),
     rates(Setting(label="D-PSGD ring H=1", method="dpsgd", partners="ring", h=1, alpha=2 / 3)),
     accelerated(
         Setting(label="GASLoC 1-peer H=1", partners="1peer", h=1, momentum="post"),
-        ((2e-2, 0.3, 1.0), (4e-2, 0.3, 1.0), (4e-2, 0.1, 1.0), (8e-2, 0.1, 1.0)),
+        ((2e-2, 0.3, 1.0), (4e-2, 0.3, 1.0), (4e-2, 0.1, 1.0), (8e-2, 0.1, 1.0), (8e-2, 0.3, 1.0)),
     ),
     rates(Setting(label="gossip 1-peer H=1", partners="1peer", h=1)),
     rates(Setting(label="D-PSGD 1-peer H=1", method="dpsgd", partners="1peer", h=1)),

@@ -1,12 +1,12 @@
 """Does anything grow? Real nodes with kills for some minutes, and a swarm in virtual time for some days.
 
-    python -m tests.benchmarks.soak [--quick] [--full] [--minutes M] [--nodes N] [--days D] [--json FILE]
+    python -m tests.benchmarks.soak [--quick] [--full] [--minutes M] [--nodes N] [--days D] [--part real|virtual]
+                                    [--samples FILE] [--again] [--json FILE]
 
-Real: a bootstrap node and N trainers, of which every twenty seconds one but the first is killed (SIGKILL) and started
-again. The bootstrap node and the first trainer live through it: of them memory, open files, bytes of log and journal a
-round, and the number of DHT records are taken after a warm-up and at the end. Virtual: the same node code on memory
-seams, with a kill every twenty minutes; of the whole process memory, of the swarm records and remembered peers are
-taken after the first sixth and at the end.
+Real: see soak_real.py; its samples are written to FILE as they are taken (with --full results/soak/real.jsonl), and
+`--again` makes the rows of such a file.
+Virtual: the same node code on memory seams, with a kill every twenty minutes; of the whole process memory, of the swarm
+records and remembered peers are taken after the first sixth and at the end.
 """
 
 from __future__ import annotations
@@ -15,115 +15,24 @@ import argparse
 import asyncio
 import gc
 import random
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from peerloom.node.http_feed import SwarmFeed
 from tests.benchmarks.rows import Row, main
-from tests.helpers import Node, swarm_folder, write_run
-from tests.helpers import Swarm as RealSwarm
+from tests.benchmarks.soak_real import SAMPLES, figures, real
 from tests.sim.swarm import Member, Plan, Swarm, play, spec
 
-KILL_EVERY_S = 20.0
-WARM_UP = 0.3  # share of the time after which the first figures are taken
 QUICK_MINUTES, MINUTES, FULL_MINUTES = 0.4, 5.0, 30.0
 QUICK_DAYS, DAYS, FULL_DAYS = 0.04, 0.5, 3.0
 VIRTUAL_STEP_S = 6.0  # ten of them are a round
 VIRTUAL_KILL_S = 1200.0
 DAY_S = 86_400.0
 MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One node's figures at a time; `log_bytes` and `rounds` are since its start."""
-
-    rss: float
-    files: float
-    log_bytes: float
-    rounds: float
-    records: float
-
-    @property
-    def log_bytes_a_round(self) -> float:
-        return self.log_bytes / max(1.0, self.rounds)
-
-
-def growth(first: Sample, last: Sample, who: str, setting: str) -> list[Row]:
-    """The rows of one node: the end against the time after the warm-up."""
-    since = max(1.0, last.rounds - first.rounds)
-    log_after = (last.log_bytes - first.log_bytes) / since
-    figures = [
-        ("rss", last.rss / MIB, first.rss / MIB, "MiB"),
-        ("open_files", last.files, first.files, "files"),
-        ("log_bytes_a_round", log_after, first.log_bytes_a_round, "bytes"),
-        ("dht_records", last.records, first.records, "records"),
-    ]
-    return [
-        Row(name=f"{who}_{name}", value=value, unit=unit, baseline="after the warm-up", baseline_value=before or 1.0,
-            setting=setting)
-        for name, value, before, unit in figures
-    ]  # fmt: skip
-
-
-def sample(node: Node, records: int) -> Sample:
-    """A real node's figures now; memory and files are the daemon's, its children's left out."""
-    process = psutil.Process(node.pid)
-    journals = list((node.home / "runs").glob("*/metrics.jsonl*"))
-    size = node.err.stat().st_size + sum(file.stat().st_size for file in journals)
-    return Sample(process.memory_info().rss, process.num_fds(), size, len(node.rounds()), records)
-
-
-def real(minutes: float, count: int) -> list[Row]:
-    """The real part; a node that does not live through it ends it with an error."""
-    with swarm_folder() as folder:
-        swarm = RealSwarm(folder, write_run(folder / "run"), {"TMPDIR": str(folder / "tmp")})
-        try:
-            swarm.start()
-            names = [f"node-{number}" for number in range(count)]
-            swarm.trainers(*names)
-            rows = _kills(swarm, names, minutes)
-            return [*rows, _left_behind(swarm, rows[0].setting)]
-        finally:
-            for peer in swarm.started:
-                peer.destroy()
-
-
-def _left_behind(swarm: RealSwarm, setting: str) -> Row:
-    """Ends all nodes in order and counts the temporary files that are left, of the killed ones above all."""
-    for peer in [peer for peer in swarm.started if peer.running]:
-        peer.end()
-    left = [path for pattern in ("peerloom-*", "hivemind-*") for path in (swarm.folder / "tmp").glob(pattern)]
-    return Row(name="temporary_files_left", value=len(left), unit="files", baseline="one node that runs",
-               baseline_value=1.0, setting=setting)  # fmt: skip
-
-
-def _kills(swarm: RealSwarm, names: list[str], minutes: float) -> list[Row]:
-    watched = {"bootstrap": swarm.nodes["seed"], "trainer": swarm.nodes[names[0]]}
-    began, first, kills, rng = time.monotonic(), dict[str, Sample](), 0, random.Random(1)
-    next_kill = began + KILL_EVERY_S
-    while (passed := time.monotonic() - began) < minutes * 60:
-        time.sleep(1.0)
-        if not first and passed >= WARM_UP * minutes * 60:
-            first = _look(swarm, watched)
-        if time.monotonic() >= next_kill and len(names) > 1:
-            name = rng.choice(names[1:])
-            victim = swarm.nodes[name]
-            victim.process.kill()
-            victim.process.wait()
-            swarm.trainer(name)
-            kills, next_kill = kills + 1, time.monotonic() + KILL_EVERY_S
-    last = _look(swarm, watched)
-    setting = f"{len(names)} trainers, {minutes:g} minutes, {kills} kills"
-    return [row for who in watched for row in growth(first[who], last[who], who, setting)]
-
-
-def _look(swarm: RealSwarm, watched: dict[str, Node]) -> dict[str, Sample]:
-    _, status = swarm.status()
-    return {who: sample(node, len(status["nodes"])) for who, node in watched.items()}
 
 
 class QuietSwarm(Swarm):
@@ -199,17 +108,31 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     pick: Callable[[float, float, float], float] = lambda quick, usual, full: (  # noqa: E731
         quick if arguments.quick else full if arguments.full else usual
     )
+    if arguments.again:
+        return figures(arguments.samples or SAMPLES)
     minutes = arguments.minutes or pick(QUICK_MINUTES, MINUTES, FULL_MINUTES)
     days = arguments.days or pick(QUICK_DAYS, DAYS, FULL_DAYS)
     nodes = arguments.nodes or (2 if arguments.quick else 4)
-    return [*virtual(days, nodes), *real(minutes, nodes)]
+    rows = [] if arguments.part == "real" else virtual(days, nodes)
+    return rows if arguments.part == "virtual" else [*rows, *_real(arguments, minutes, nodes)]
+
+
+def _real(arguments: argparse.Namespace, minutes: float, nodes: int) -> list[Row]:
+    """The samples of a full run are kept; those of a shorter one only where `--samples` says so."""
+    if arguments.samples or arguments.full:
+        return real(minutes, nodes, arguments.samples or SAMPLES)
+    with tempfile.TemporaryDirectory() as folder:
+        return real(minutes, nodes, Path(folder) / SAMPLES.name)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """How long, and how many."""
+    """How long, how many, and where the samples go."""
     parser.add_argument("--minutes", type=float, help="of real nodes")
     parser.add_argument("--days", type=float, help="of virtual time")
     parser.add_argument("--nodes", type=int, help="trainers")
+    parser.add_argument("--part", choices=("real", "virtual"), help="only this one")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="JSON lines of the real part")
+    parser.add_argument("--again", action="store_true", help="run nothing: the rows of the samples that are there")
 
 
 if __name__ == "__main__":

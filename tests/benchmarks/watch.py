@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.watch [--quick] [--full] [--json FILE]
 
-The 200 nodes are records in memory, made up; each renews its record every ten seconds, as real ones do. CPU time is
-what is counted, of this process alone, so a busy machine changes little. The baselines are bounds set beforehand.
+The 200 nodes are records in memory, made up; each renews its record every ten seconds, as real ones do. A look reads
+them as a find in the DHT returns them, signed, and checks each. CPU time is what is counted, of this process alone, so
+a busy machine changes little. The baselines are bounds set beforehand.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
 from tests.benchmarks.rows import Row, main, median
 from tests.unit.node.page_swarm import FakeSwarm, served
+from tests.unit.node.stored_swarm import stored_swarm
 
 NODES = 200
 QUICK, USUAL, FULL = 5, 20, 100  # repetitions
@@ -59,6 +61,18 @@ def draw_table(made: FakeSwarm) -> None:
     json.dumps(to_json(SPEC, SPEC.run_id, rows, made.now))
 
 
+def look_and_draw() -> tuple[float, float]:
+    """CPU milliseconds of one `peer status` of a swarm that it has not seen before, and how many DHT keys it read."""
+    observer, stored, clock = stored_swarm(NODES)
+
+    async def once() -> None:
+        rows = rows_of(await observer.look(), clock.wall())
+        Console(file=io.StringIO(), width=80).print(render(SPEC, SPEC.run_id, rows))
+        json.dumps(to_json(SPEC, SPEC.run_id, rows, clock.wall()))
+
+    return cpu_ms(lambda: asyncio.run(once())), len(stored.asked)
+
+
 def draw_frame(made: FakeSwarm) -> None:
     """One screen of `--watch`."""
     rows = rows_of([NodeStatus(record=record) for record in made.records.values()], made.now)
@@ -89,11 +103,17 @@ async def page_share(made: FakeSwarm, repetitions: int) -> float:
         return median(shares)
 
 
-def rows(repetitions: int, render_ms: float, frame_ms: float, page: float, scrape_ms: float) -> list[Row]:
+def rows(
+    repetitions: int, look: tuple[float, float], render_ms: float, frame_ms: float, page: float, scrape_ms: float
+) -> list[Row]:
     """The figures against their bounds."""
     setting = f"{NODES} nodes in memory, CPU time, median of {repetitions}"
     bound = "bound set beforehand"
     return [
+        Row(name="status_look", value=look[0], unit="ms", baseline=bound, baseline_value=RENDER_BOUND_MS,
+            setting=f"signed records read, checked, summed and drawn, table and JSON; {setting}"),
+        Row(name="status_dht_keys", value=look[1], unit="keys", baseline="one a shard, and a run has one shard",
+            baseline_value=1.0, setting=f"one look; {setting}"),
         Row(name="status_render", value=render_ms, unit="ms", baseline=bound, baseline_value=RENDER_BOUND_MS,
             setting=f"rows, sums, table at 80 columns and JSON; {setting}"),
         Row(name="status_frame", value=frame_ms, unit="ms", baseline="one look of --watch lasts",
@@ -113,7 +133,9 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     render_ms = median([cpu_ms(lambda: draw_table(made)) for _ in range(repetitions)])
     frame_ms = median([cpu_ms(lambda: draw_frame(made)) for _ in range(repetitions)])
     scrape_ms = median([cpu_ms(lambda: scrape("")) for _ in range(repetitions)])
-    return rows(repetitions, render_ms, frame_ms, asyncio.run(page_share(made, repetitions)), scrape_ms)
+    looks = [look_and_draw() for _ in range(repetitions)]
+    look = (median([spent for spent, _ in looks]), max(keys for _, keys in looks))
+    return rows(repetitions, look, render_ms, frame_ms, asyncio.run(page_share(made, repetitions)), scrape_ms)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Nodes behind routers that let nothing in, in network namespaces: they train together, and outlive relays and cuts."""
+"""Nodes behind routers that let nothing in, in network namespaces: they train together, and outlive relays and cuts.
+
+One story in the order of the tests: a node is cut off for two minutes, and the others' tests run meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from peerloom.node.demo_seedflow import figures_of
+from peerloom.protocol.flood_messages import FloodMessage
 from tests.helpers import Node, Peer, Watcher, swarm_folder, wait_for, write_run
+from tests.integration.test_seedflow_live import messages_of, write_seedflow_run
 from tests.netns import Net, why_not
 
 WHY_NOT = why_not()
@@ -20,29 +26,37 @@ pytestmark = [
 ]
 
 T = TypeVar("T")
+S = TypeVar("S", bound="NatSwarm")
 Report = Callable[[str, object], None]
 MATCH_TIMEOUT_S = 5.0
 BUSY_S = 2.0  # by which a timer may be late on a machine with more to do than cores
-CUT_S = 32.0  # a record lives 30 s
+CUT_S = 120.0
 BACK_S = 35.0  # the longest that a node that moved may be missing
 TRAINERS = ("a1", "a2", "b1", "b2")
+FLOODERS = ("a3", "a4", "b3", "b4")
+FLOOD_STEPS = 1000
+FLOOD_S = 400.0  # the longest that it may take on a busy machine
 
 
 class NatSwarm:
-    """Two public nodes, and two behind each of two routers."""
+    """Two public nodes, `seed` and `spare`, and two trainers behind each of the routers `nat-a` and `nat-b`."""
+
+    seed, spare, trainers = "seed", "spare", TRAINERS
 
     def __init__(self, net: Net, folder: Path) -> None:
         self.net, self.folder = net, folder
-        self.run_file = write_run(folder / "run", local_steps=40, match_timeout_s=MATCH_TIMEOUT_S)
+        self.run_file = self.write_run()
+        self.cut_at = 0.0
         self.nodes: dict[str, Node] = {}
         self.started: list[Peer] = []
         self.killed: list[Node] = []
-        for host in ("seed", "spare"):
+        for host in (self.seed, self.spare):
             net.public(host)
-        for router, hosts in (("nat-a", TRAINERS[:2]), ("nat-b", TRAINERS[2:])):
-            net.nat(router)
-            for host in hosts:
-                net.behind(router, host)
+        for host in self.trainers:
+            net.behind(f"nat-{host[0]}", host)
+
+    def write_run(self) -> Path:
+        return write_run(self.folder / "run", local_steps=40, match_timeout_s=MATCH_TIMEOUT_S)
 
     def start(self, host: str, *arguments: str, **variables: str) -> Node:
         home = self.folder / host
@@ -56,12 +70,22 @@ class NatSwarm:
 
     def rise(self) -> None:
         """Starts them all; the trainers know the seed alone."""
-        self.invite = self.start("seed", "bootstrap", "--run", str(self.run_file)).invite()
-        self.start("spare", "bootstrap", PEER_SEEDS=self.invite)
-        for host in TRAINERS:
+        self.invite = self.start(self.seed, "bootstrap", "--run", str(self.run_file)).invite()
+        self.start(self.spare, "bootstrap", PEER_SEEDS=self.invite)
+        for host in self.trainers:
             self.start(host, "join", self.invite, "--data", str(self.run_file.parent / "text"))
-        self.watcher = Watcher(self.folder, self.invite, self.net.inside("seed"))
+        self.watcher = Watcher(self.folder, self.invite, self.net.inside(self.seed))
         self.started.append(self.watcher)
+
+    def kill(self, host: str) -> None:
+        self.killed.append(self.nodes[host])
+        self.nodes[host].process.kill()
+
+    def leave(self, *hosts: str) -> None:
+        """Has nodes stop in order, to leave the machine to others."""
+        for host in hosts:
+            self.killed.append(self.nodes[host])
+            assert self.nodes[host].end() == 0
 
     def wait_for(self, what: str, look: Callable[[], T | None]) -> T:
         """Polls, and fails at once when a node that should run has ended."""
@@ -79,22 +103,48 @@ class NatSwarm:
         return next((row for row in rows if row["name"] == host), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [row for host in TRAINERS if (row := self.row(host)) is not None]
+        return [row for host in self.trainers if (row := self.row(host)) is not None]
 
     def stop(self) -> None:
         for peer in self.started:
             peer.destroy()
 
 
+class FloodSwarm(NatSwarm):
+    """The same behind the same routers, with the flooding method."""
+
+    seed, spare, trainers = "seed2", "spare2", FLOODERS
+
+    def write_run(self) -> Path:
+        return write_seedflow_run(self.folder / "run", clients=len(FLOODERS), max_steps=FLOOD_STEPS)
+
+
 @pytest.fixture(scope="module")
-def nat_swarm() -> Iterator[NatSwarm]:
-    with swarm_folder() as folder, Net() as net:
-        swarm = NatSwarm(net, folder)
+def net() -> Iterator[Net]:
+    with Net() as made:
+        for router in ("nat-a", "nat-b"):
+            made.nat(router)
+        yield made
+
+
+def raised(kind: type[S], net: Net) -> Iterator[S]:
+    with swarm_folder() as folder:
+        swarm = kind(net, folder)
         try:
             swarm.rise()
             yield swarm
         finally:
             swarm.stop()
+
+
+@pytest.fixture(scope="module")
+def nat_swarm(net: Net) -> Iterator[NatSwarm]:
+    yield from raised(NatSwarm, net)
+
+
+@pytest.fixture
+def flood_swarm(net: Net) -> Iterator[FloodSwarm]:
+    yield from raised(FloodSwarm, net)
 
 
 def met(swarm: NatSwarm, host: str, since: int = 0) -> set[str]:
@@ -120,46 +170,36 @@ def test_four_nodes_behind_two_routers_train_with_each_other(nat_swarm: NatSwarm
     assert {row["peer_id"] for row in (public, nat_swarm.row("spare")) if row} >= {
         relay for row in nat_swarm.rows() for relay in row["via"]
     }
+    nat_swarm.net.cut("a1")  # for the last of these tests
+    nat_swarm.cut_at = time.monotonic()
 
 
 def test_a_killed_relay_costs_no_round_more_than_its_timeout(nat_swarm: NatSwarm, record_property: Report) -> None:
-    nat_swarm.wait_for("two relays each", lambda: all(len(row["via"]) == 2 for row in nat_swarm.rows()))
+    there = TRAINERS[1:]  # the first is cut off
+
+    def rows() -> list[dict[str, Any]]:
+        return [row for row in nat_swarm.rows() if row["name"] in there]
+
+    nat_swarm.wait_for("two relays each", lambda: all(len(row["via"]) == 2 for row in rows()))
     spare = nat_swarm.row("spare")
     assert spare is not None
-    before = {host: len(nat_swarm.nodes[host].rounds()) for host in TRAINERS}
-    nat_swarm.killed.append(nat_swarm.nodes["spare"])
-    nat_swarm.nodes["spare"].process.kill()
+    before = {host: len(nat_swarm.nodes[host].rounds()) for host in there}
+    nat_swarm.kill("spare")
     died = time.monotonic()
     nat_swarm.wait_for(
         "nobody counts on it any more",
-        lambda: all(spare["peer_id"] not in row["via"] and row["via"] for row in nat_swarm.rows()),
+        lambda: all(spare["peer_id"] not in row["via"] and row["via"] for row in rows()),
     )
     record_property("left_after_s", time.monotonic() - died)
-    for host in TRAINERS:
+    for host in there:
         nat_swarm.nodes[host].wait_for_rounds(3)
-        across = [name for name in TRAINERS if name[0] != host[0]]
+        across = {name for name in there if name[0] != host[0]}
         nat_swarm.nodes[host].wait_for(
             "an exchange across the routers",
-            lambda: met(nat_swarm, host, before[host]) & set(across),  # noqa: B023
+            lambda: met(nat_swarm, host, before[host]) & across,  # noqa: B023
         )
         slowest = max(event["exchange_s"] for event in nat_swarm.nodes[host].rounds()[before[host] :])
         assert slowest < MATCH_TIMEOUT_S + BUSY_S, f"{host} waited {slowest:.1f} s"
-
-
-def test_a_cut_longer_than_a_record_heals(nat_swarm: NatSwarm, record_property: Report) -> None:
-    node, row = nat_swarm.nodes["a1"], nat_swarm.row("a1")
-    assert row is not None
-    nat_swarm.net.cut("a1")
-    time.sleep(CUT_S)
-    nat_swarm.net.heal("a1")
-    healed, before = time.monotonic(), len(node.rounds())
-    nat_swarm.wait_for(
-        "heard from again",
-        lambda: (now := nat_swarm.row("a1")) and now["silent_s"] is None and now["peer_id"] == row["peer_id"],
-    )
-    record_property("heard_after_s", time.monotonic() - healed)
-    node.wait_for("an exchange across the routers", lambda: met(nat_swarm, "a1", before) & {"b1", "b2"})
-    record_property("exchanged_after_s", time.monotonic() - healed)
 
 
 def test_a_node_that_moves_is_back_under_its_identity(nat_swarm: NatSwarm, record_property: Report) -> None:
@@ -180,4 +220,51 @@ def test_a_node_that_moves_is_back_under_its_identity(nat_swarm: NatSwarm, recor
     record_property("back_after_s", took)
     assert back["peer_id"] == row["peer_id"]
     assert took < BACK_S
-    node.wait_for("an exchange with a node that stayed", lambda: met(nat_swarm, "a2", before) & {"a1"})
+    node.wait_for("an exchange with a node that stayed", lambda: met(nat_swarm, "a2", before) & {"b1", "b2"})
+    nat_swarm.leave("a2", "b2")
+
+
+def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
+    nat_swarm: NatSwarm, flood_swarm: FloodSwarm, record_property: Report
+) -> None:
+    began = time.monotonic()
+    rows = flood_swarm.wait_for(
+        "all are reached through both relays, and have each other's messages",
+        lambda: (
+            len(rows := flood_swarm.rows()) == len(FLOODERS)
+            and all(row["reach"] == "via" and len(row["via"]) == 2 for row in rows)
+            and all(row["messages"] > row["step"] for row in rows)
+            and rows
+        ),
+    )
+    flood_swarm.kill("spare2")
+    record_property("messages_when_the_relay_died", [row["messages"] for row in rows])
+    ended = [flood_swarm.nodes[host].process.wait(FLOOD_S) for host in FLOODERS]  # by themselves, when all is said
+    record_property("flooded_after_s", time.monotonic() - began)
+    assert ended == [0] * len(FLOODERS)
+    figures = [figures_of(flood_swarm.nodes[host].home) for host in FLOODERS]
+    assert len({(one.state_hash, one.messages) for one in figures}) == 1, "every message of each has reached all"
+    assert figures[0].messages > max(row["messages"] for row in rows), "and some of them after the relay's death"
+    peers = {row["name"]: row["peer_id"] for row in rows}
+    said = set[FloodMessage]().union(*(messages_of(flood_swarm.nodes[host], peers[host]) for host in FLOODERS))
+    assert {one.origin for one in said} == set(peers.values()) and len(said) == figures[0].messages
+
+
+def test_a_cut_of_two_minutes_heals(nat_swarm: NatSwarm, record_property: Report) -> None:
+    node, row = nat_swarm.nodes["a1"], nat_swarm.row("a1")
+    assert row is None or row["silent_s"] is not None, "its record has run out"
+    peer_id = str(node.messages()[-1]["peer"])
+    time.sleep(max(0.0, nat_swarm.cut_at + CUT_S - time.monotonic()))
+    assert node.running
+    nat_swarm.net.heal("a1")
+    healed, before = time.monotonic(), len(node.rounds())
+    record_property("cut_s", healed - nat_swarm.cut_at)
+    nat_swarm.wait_for(
+        "heard from again",
+        lambda: (
+            (now := nat_swarm.row("a1")) and now["silent_s"] is None and now["peer_id"].endswith(peer_id) and now["via"]
+        ),
+    )
+    record_property("heard_after_s", time.monotonic() - healed)
+    node.wait_for("an exchange across the routers", lambda: met(nat_swarm, "a1", before) & {"b1"})
+    record_property("exchanged_after_s", time.monotonic() - healed)

@@ -9,11 +9,13 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peerloom.node.http_endpoint import Endpoint
+from tests import screenshots
 from tests.unit.node.page_swarm import FakeSwarm, served
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
@@ -135,3 +137,9 @@ async def test_it_is_accessible_and_fits_a_phone(scheme: str) -> None:
         widths = await page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert widths[0] <= widths[1], "the page itself does not scroll sideways"
         assert not wrong
+
+
+async def test_the_script_makes_the_picture_of_the_readme(tmp_path: Path) -> None:
+    await screenshots.page(screenshots.swarm(), tmp_path)
+    made, kept = ((folder / "page.png").read_bytes() for folder in (tmp_path, screenshots.FOLDER))
+    assert made[:24] == kept[:24], "a PNG of the same size"

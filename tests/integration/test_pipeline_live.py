@@ -118,7 +118,7 @@ def test_a_stage_killed_under_load_is_taken_over(record_property: Report) -> Non
         first, victim = nodes[0], nodes[2]
         first.wait_for("updates", lambda: len(first.events("update")) > 30, START_S)
         spare = swarm.join("spare")  # once every stage has a host: it stands by
-        spare.wait_for("a copy to take over with", lambda: list((spare.run_dir).glob("stage-*/checkpoints/round-*")))
+        spare.wait_for("a copy to take over with", lambda: list(spare.home.glob("runs/*/stage-*/checkpoints/round-*")))
         before = len(first.events("update"))
         victim.process.kill()
         died = time.monotonic()

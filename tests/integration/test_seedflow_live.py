@@ -30,7 +30,7 @@ START_S = 300.0  # six nodes import torch on a machine that may be busy
 Report = Callable[[str, object], None]
 
 
-def write_seedflow_run(folder: Path) -> Path:
+def write_seedflow_run(folder: Path, clients: int = len(NAMES), max_steps: int = STEPS) -> Path:
     """A run.toml of a tiny fine-tuning, over several subspaces."""
     run = write_run(folder)
     run.write_text(f"""
@@ -52,9 +52,9 @@ eval_batches = 4
 [seedflow]
 rank = 8
 period = 400
-clients = {len(NAMES)}
+clients = {clients}
 learning_rate = 0.01
-max_steps = {STEPS}
+max_steps = {max_steps}
 eval_every_steps = 100
 """)
     return run

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -12,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from peerloom.node.failures import OK
+from peerloom.node.failures import DEGRADED, OK
 from peerloom.protocol.runspec import RunSpec
 from tests.helpers import Node, Swarm, run_peer, wait_for
 
@@ -36,6 +38,16 @@ def assert_no_batch_repeated(node: Node) -> None:
 
 def met(node: Node, peer_id: str) -> bool:
     return any(event["partner"] == peer_id for event in node.rounds())
+
+
+def status_of(url: str) -> int:
+    """The status code of an answer over HTTP."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
 
 
 def row_of(swarm: Swarm, name: str) -> dict[str, Any]:
@@ -131,6 +143,29 @@ def test_a_killed_worker_is_started_again(swarm: Swarm) -> None:
     now = row_of(swarm, "a")
     assert (now["peer_id"], now["started_at"]) == (row["peer_id"], row["started_at"])  # the daemon never left
     assert any("starting it again" in record["message"] for record in a.messages())
+
+
+def test_a_frozen_worker_is_told_as_stalled_until_it_goes_on(swarm: Swarm) -> None:
+    swarm.trainers("a")
+    swarm.rest("seed", "a", "watcher")
+    c = swarm.join("c", **{"PEER_STALL_AFTER_S": "2"})
+    c.wait_for_rounds(2)
+    worker = c.worker()
+    worker.suspend()
+    try:
+        row = swarm.watcher().wait_for_node("c is stalled", "c", lambda row: row["state"] == "stalled")
+        assert row["reason"].startswith("no step for ") and row["silent_s"] is None  # its daemon is heard from
+        code, told = swarm.status()
+        assert code == DEGRADED
+        assert [text for text in told["problems"] if text.startswith("c is stalled: no step for ")]
+        assert status_of(c.page() + "healthz") == 503
+    finally:
+        worker.resume()
+    c.wait_for_rounds(3)
+    swarm.watcher().wait_for_node("c trains again", "c", lambda row: row["state"] not in ("stalled", "restarting"))
+    assert c.worker().pid == worker.pid, "the same process went on"
+    assert status_of(c.page() + "healthz") == 200
+    c.end()
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(swarm: Swarm) -> None:

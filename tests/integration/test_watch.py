@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import socket
@@ -19,13 +20,6 @@ pytestmark = pytest.mark.slow
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
-def url_of(node: Node) -> str:
-    """Where a node serves its page, as its log says."""
-    told = "page, metrics and health on "
-    lines = node.wait_for("its page", lambda: [m["message"] for m in node.messages() if m["message"].startswith(told)])
-    return str(lines[-1].removeprefix(told))
-
-
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as answer:
         return str(answer.read().decode())
@@ -33,10 +27,10 @@ def get(url: str) -> str:
 
 def test_every_node_serves_the_swarm_as_it_sees_it(swarm: Swarm) -> None:
     a, b = swarm.trainers("a", "b")
-    urls = {url_of(node) for node in (swarm.nodes["seed"], a, b)}
+    urls = {node.page() for node in (swarm.nodes["seed"], a, b)}
     assert len(urls) == 3, "three nodes of one machine, three ports"
     for node in (swarm.nodes["seed"], a):
-        url = url_of(node)
+        url = node.page()
 
         def sees_all(url: str = url) -> dict[str, Any] | None:
             told: dict[str, Any] = json.loads(get(url + "status.json"))
@@ -51,14 +45,74 @@ def test_every_node_serves_the_swarm_as_it_sees_it(swarm: Swarm) -> None:
 
 def test_every_line_of_a_log_says_whose_it_is(swarm: Swarm) -> None:
     (a,) = swarm.trainers("a")
-    lines = a.messages()
-    rounds = [line["round"] for line in lines if line["message"].startswith("round ")]
-    assert rounds and all(isinstance(round, int) for round in rounds)
+    lines = [json.loads(line) for line in a.said().split("\n")[:-1]]  # all that it writes, its worker's words too
     for line in lines:
         assert {"time", "level", "logger", "message", "run", "peer", "round"} <= set(line)
         assert len(line["peer"]) == 8, line
-    assert {line["run"] for line in lines if line["run"]} == {a.run_dir.name}
+    runs = [line["run"] for line in lines]
+    known = runs.index(a.run_dir.name)
+    assert set(runs[:known]) <= {""} and set(runs[known:]) == {a.run_dir.name}, "from when the run is known on"
+    first = next(index for index, line in enumerate(lines) if line["message"].startswith("round "))
+    assert all(isinstance(line["round"], int) for line in lines[first:])
     assert [line for line in lines if line["message"].startswith("worker started")][0]["run"] == a.run_dir.name
+
+
+def test_why_nobody_is_met_is_logged_once_and_not_every_round(swarm: Swarm) -> None:
+    (a,) = swarm.trainers("a")
+    swarm.rest("seed", "a", "watcher")
+    a.wait_for("rounds alone, and that it says so", lambda: _lonely(a))
+    a.wait_for_rounds(30)
+    lines, own = a.messages(), "no partner: "
+    last = max(index for index, line in enumerate(lines) if _says_it_meets_nobody(line))
+    reasons = [line["message"] for line in lines[last:] if line["message"].startswith((own, "it meets nobody"))]
+    assert len(lines) - last > 30 and len(reasons) == len(set(reasons)), reasons
+    assert len(reasons) <= 4, reasons
+
+
+def _says_it_meets_nobody(line: dict[str, Any]) -> bool:
+    return bool(line["message"].startswith("it meets nobody"))
+
+
+def _lonely(node: Node) -> bool:
+    """Whether the last word on it is that it meets nobody, and stays so."""
+    alone = [event["partner"] for event in node.rounds()[-8:]]
+    return not any(alone) and any(_says_it_meets_nobody(line) for line in node.messages())
+
+
+def test_nothing_that_is_secret_is_logged_or_served(swarm: Swarm) -> None:
+    swarm.trainers("a")
+    talker = swarm.join("talker", "--debug")
+    try:
+        talker.wait_for_rounds(3)
+        assert run_peer("status", swarm.invite, "--home", str(talker.home.parent / "asking"), "--debug").stdout
+        served = "".join(get(talker.page() + path) for path in ("metrics", "status.json", "healthz"))
+        written = "".join(file.read_text() for file in talker.home.glob("runs/*/*.jsonl"))
+        assert talker.end() == OK
+        told = talker.said() + talker.printed() + served + written
+    finally:
+        talker.destroy()
+    assert any(line["level"] == "debug" for line in talker.messages()), "it said all it has to say"
+    for secret in secrets_of(talker.home):
+        assert secret not in told
+
+
+def secrets_of(home: Path) -> list[str]:
+    """The private keys below a home, in the forms in which text could hold them."""
+    pem = (home / "tls.pem").read_text()
+    found = [line for line in pem[pem.index("PRIVATE KEY") :].splitlines()[1:] if len(line) == 64]
+    assert found, "the key of the certificate"
+    data = (home / "identity.key").read_bytes()
+    seed = data[4:36]  # libp2p's private key file: four bytes, the private key, the public one
+    assert len(data) == 68
+    encoded = (base64.b64encode(seed), base64.urlsafe_b64encode(seed), base64.b64encode(data)[:44], seed.hex().encode())
+    return [*found, *(text.decode()[:42] for text in encoded), repr(seed)[2:-1]]
+
+
+def test_the_secrets_would_be_found(swarm: Swarm) -> None:
+    home = swarm.nodes["seed"].home
+    for secret in secrets_of(home):
+        assert len(secret) > 40
+    assert base64.b64encode((home / "identity.key").read_bytes()).decode().startswith(secrets_of(home)[-3][:40])
 
 
 def test_the_doctor_finds_the_way_to_the_swarm(swarm: Swarm) -> None:
@@ -79,7 +133,7 @@ def test_the_doctor_finds_the_way_to_the_swarm(swarm: Swarm) -> None:
 def test_a_real_prometheus_scrapes_a_node_and_its_rules_load(swarm: Swarm, tmp_path: Path) -> None:
     (a,) = swarm.trainers("a")
     shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
-    target = url_of(a).removeprefix("http://").strip("/")
+    target = a.page().removeprefix("http://").strip("/")
     config = (DEPLOY / "prometheus/prometheus.yml").read_text().replace("15s", "1s")
     config = config[: config.index("      - targets:")] + f"      - targets: ['{target}']\n"
     (tmp_path / "prometheus.yml").write_text(config)

@@ -182,6 +182,52 @@ def test_a_stage_whose_host_answers_nothing_is_taken_from_it(tmp_path: Path) -> 
     play(mute, scenario)
 
 
+def test_a_host_too_many_takes_over_a_stage_that_nobody_stands_by_for(tmp_path: Path) -> None:
+    """The last node had claimed stage 0 when it was alone; the one placed there by its owner has the first turn."""
+
+    async def scenario(swarm: Swarm) -> None:
+        placed, free = sorted((0, STAGES), key=identity, reverse=True)
+        surplus = swarm.start(free)
+        await swarm.until("it hosts stage 0", lambda: surplus.facts.stage_role == "hosts")
+        first = swarm.start(placed, stage=0)
+        for index in range(1, STAGES):
+            swarm.start(index, stage=index)
+        await swarm.until("all are hosted", lambda: hosted(swarm) == set(range(STAGES)))
+        await swarm.until("they train", lambda: swarm.members[2].facts.step > 30)
+        assert (surplus.facts.stage, first.facts.stage) == (0, 0)
+        await swarm.kill(2)
+        await swarm.until("it is hosted again", lambda: hosted(swarm) == set(range(STAGES)), within_s=30.0)
+        assert host(swarm, 2) is surplus and host(swarm, 0) is first
+        await until_update(swarm, first.facts.step + 30)
+        assert surplus.count("stages_left") == 1 and surplus.count("stage_copies_fetched") == 1
+        for member in swarm.members:
+            for life in trained(member):
+                assert set(life.values()) <= {1}, "a microbatch counted twice"
+        await swarm.drain(*(m.index for m in swarm.members if m.index != 2))
+
+    play(plan(tmp_path, STAGES + 1), scenario)
+
+
+def test_of_several_hosts_too_many_one_moves(tmp_path: Path) -> None:
+    """Without standbys two more share stages 0 and 1, and either may leave its own."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for index in range(STAGES):
+            swarm.start(index, stage=index)
+        await swarm.until("all are hosted", lambda: hosted(swarm) == set(range(STAGES)))
+        for index in (STAGES, STAGES + 1):
+            swarm.start(index)
+        await swarm.until("they host a stage", lambda: all(m.facts.stage_role == "hosts" for m in swarm.members))
+        await asyncio.sleep(5)
+        await swarm.kill(3)
+        await swarm.until("it is hosted again", lambda: hosted(swarm) == set(range(STAGES)), within_s=40.0)
+        await asyncio.sleep(15)
+        assert sum(m.count("stages_left") for m in swarm.members) == 1
+        await swarm.drain(*(m.index for m in swarm.members if m.index != 3))
+
+    play(plan(tmp_path, STAGES + 2, standbys=0, backup_every=40), scenario)
+
+
 def test_a_drained_pipeline_goes_on_where_it_was(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         swarm.start_all()

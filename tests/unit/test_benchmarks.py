@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak, watch
+from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak_real, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -43,12 +43,13 @@ def reach_rows() -> list[Row]:
 
 
 def soak_rows() -> list[Row]:
-    before, after = soak.Sample(100.0, 30, 5000, 10, 5), soak.Sample(110.0, 31, 9000, 20, 5)
-    return soak.growth(before, after, "trainer", "4 trainers")
+    before = soak_real.Sample("trainer", 10.0, 1, 100.0, 30, 5000, 10, 5)
+    after = soak_real.Sample("trainer", 90.0, 2, 110.0, 31, 9000, 20, 5)
+    return soak_real.growth(before, after, "4 trainers")
 
 
 def watch_rows() -> list[Row]:
-    return watch.rows(5, 36.0, 12.0, 0.32, 5.0)
+    return watch.rows(5, (60.0, 1), 36.0, 12.0, 0.32, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,10 @@ def test_each_runs_alone_and_names_its_flags(
         (exchange_rows, ["fp32_vs_grpc", "fp32_vs_hivemind", "bf16_vs_grpc", "int8_vs_grpc", "peak_copies"]),
         (reach_rows, ["relay_throughput", "relay_latency_ms"]),
         (soak_rows, ["trainer_rss", "trainer_open_files", "trainer_log_bytes_a_round", "trainer_dht_records"]),
-        (watch_rows, ["status_render", "status_frame", "page_core_share", "metrics_scrape"]),
+        (
+            watch_rows,
+            ["status_look", "status_dht_keys", "status_render", "status_frame", "page_core_share", "metrics_scrape"],
+        ),
         (dht_rows, ["store_ms", "get_ms", "store_ms_64", "get_ms_64", "store_ms_256", "get_ms_256"]),
     ],
 )

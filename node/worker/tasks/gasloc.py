@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -25,18 +23,13 @@ from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
 from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.flat import FlatParameters, Layout
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
-from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
+from peerloom.protocol.errors import RunMismatch, SpecError
 from peerloom.protocol.types import Span
-
-HELD_OUT = "held-out"  # who draws the evaluation windows: the same on every node
-
-
-class NonFiniteLoss(Exception):
-    """Training diverged in this round; nothing of it may be kept."""
 
 
 @dataclass(slots=True)
@@ -418,28 +411,3 @@ class GaslocTask:
         if self._device.type != "cpu":
             span = slice(None) if fragment is None else self._method.slices[fragment]
             self._host_theta[span].copy_(self._method.theta[span])
-
-
-def chosen_device(setup: WorkerSetup, name: str) -> torch.device:
-    """The device of that name, and the CPU threads of a setup set; raises ConfigError."""
-    if setup.threads:
-        torch.set_num_threads(setup.threads)
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f'device: {name!r} is no device; use "cpu", "cuda" or "cuda:1"') from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f'device: {name!r} is not supported; use "cpu", "cuda" or "cuda:1"')
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device: {name!r} is not there ({count} CUDA devices are); use another, or cpu")
-    return device
-
-
-def library_versions() -> dict[str, str]:
-    """What made a checkpoint."""
-    names = ("peerloom", "torch", "transformers", "safetensors")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}

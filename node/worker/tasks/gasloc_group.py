@@ -17,7 +17,8 @@ from torch import nn
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.group import Group, Pipe
 from peerloom.node.worker.model import numel_of
-from peerloom.node.worker.tasks.gasloc import GaslocTask, chosen_device
+from peerloom.node.worker.tasks.common import chosen_device
+from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 

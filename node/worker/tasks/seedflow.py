@@ -23,7 +23,7 @@ from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
 from peerloom.node.worker.model import build_model
 from peerloom.node.worker.objectives import open_objective
-from peerloom.node.worker.tasks.gasloc import NonFiniteLoss, chosen_device
+from peerloom.node.worker.tasks.common import NonFiniteLoss, chosen_device
 from peerloom.optim.subcge import NotFinite
 from peerloom.optim.subcge_targets import Target
 from peerloom.protocol.errors import MalformedMessage

@@ -21,18 +21,21 @@ from peerloom.node.seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.data import Batches, check_enough, content_digest, prepare
+from peerloom.node.worker.exchanges import Pieces
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import init_digest, layout_digest
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_model import build_stage, stage_numel
+from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
-from peerloom.node.worker.tasks.gasloc import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
+from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import replica_spec
 from peerloom.protocol.runspec import RunSpec, TrainSpec
 
 MEMORY_SHARE = 0.9  # of what is free
@@ -139,10 +142,14 @@ class StageTask:
     def _place(self, memory_fd: int) -> None:
         rows, length, width = self._shape
         slot = rows * length * width * self._wire.itemsize
-        self.layout = BlockLayout(0, slot, True)
+        spec, flat = replica_spec(self._spec), self._flat.flat
+        pieces = Pieces(flat.numel(), spec.gasloc)
+        self.layout = BlockLayout(0, slot, True, replica_bytes=sum(pieces.sizes))
         self._block = SharedBlock(memory_fd, self.layout, create=True)
         self._inbox = torch.frombuffer(self._block.view("inbox"), dtype=self._wire).view(self._shape)
         self._outbox = torch.frombuffer(self._block.view("outbox"), dtype=self._wire).view(self._shape)
+        boxes = [torch.frombuffer(self._block.view(name), dtype=torch.uint8) for name in ("proposal", "partner")]
+        self._replica = StageReplica(flat, spec, self._setup.peer_id, pieces, *boxes)
 
     # checkpoints
 
@@ -184,6 +191,7 @@ class StageTask:
             layout_digest=self._layout,
             numel=self._flat.numel,
             payload_bytes=self.layout.payload_bytes,
+            replica_bytes=self.layout.replica_bytes,
             round=self._version,
             step=self._version,
             tokens=self._tokens,
@@ -206,6 +214,8 @@ class StageTask:
                 self.backward(microbatch)
             case messages.Update(update, oldest):
                 self.update(update, oldest)
+            case messages.Mixing(step, round):
+                return self._replica.take(step, round)
             case messages.SaveStage(ledger, lane):
                 return self.save(ledger, lane)
             case _:

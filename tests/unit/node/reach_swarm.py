@@ -10,6 +10,7 @@ from typing import Any
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.reaching import Reaching
+from peerloom.node.throttle import NO_CAPS, Caps, Traffic
 from peerloom.node.tls import make_certificate
 from peerloom.protocol.relay_desk import DeskLimits
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
@@ -47,7 +48,7 @@ class ReachSwarm:
     def __post_init__(self) -> None:
         self._dht = DhtSwarm(self.folder)
 
-    async def join(self, limits: DeskLimits | None = None, **changes: Any) -> ReachMember:
+    async def join(self, limits: DeskLimits | None = None, caps: Caps = NO_CAPS, **changes: Any) -> ReachMember:
         member = await self._dht.join()
         counted: dict[str, float] = {}
         relays: set[PeerId] = set()
@@ -55,9 +56,9 @@ class ReachSwarm:
         def count(metric: str, amount: float) -> None:
             counted[metric] = counted.get(metric, 0.0) + amount
 
-        peer_id = member.identity.peer_id
+        peer_id, traffic = member.identity.peer_id, Traffic(self.clock, caps)
         reaching = Reaching.build(
-            peer_id, self.clock, limits or DeskLimits(), self.records.get, count, frozenset()
+            peer_id, self.clock, limits or DeskLimits(), self.records.get, count, frozenset(), traffic
         )
         reaching._own_relays.append(lambda: frozenset(relays))
         await member.dht().attach(reaching.tunnels.attach)
@@ -69,6 +70,7 @@ class ReachSwarm:
             spec_hash=SPEC,
             clock=self.clock,
             rng=random.Random(0),
+            traffic=traffic,
             dialer=reaching.dialer,
             origin_of=reaching.tunnels.origin_of,
         )

@@ -23,6 +23,7 @@ from peerloom.optim.delayed import DelayedWeights, pipeline_delays
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.ledger import Microbatch
+from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stages import StageMachine
@@ -63,6 +64,7 @@ class LocalPipeline:
             for stage in range(spec.pipeline.stages)
         ]
         self.losses: list[float] = []
+        self.mixings = self.mixed = 0
         self.held_out: list[float] = []
         self.delays: list[tuple[int, int, int]] = []
         self._rng = None if seed is None else random.Random(seed)
@@ -73,6 +75,12 @@ class LocalPipeline:
             self._feed(stage, events.DownstreamOpened(_peer(stage + 1), 0))
             self._feed(stage + 1, events.UpstreamOpened(_peer(stage)))
         self._feed(0, events.Ticked())
+
+    def mix(self, times: int) -> None:
+        """Every stage takes part in exchanges with nobody, as often in all, whenever its machine lets it."""
+        self.mixings = times
+        for stage in range(len(self.tasks)):
+            self._later(stage, stage, events.MixingWanted("propose", 0))
 
     def run(self) -> None:
         """Until nothing is left to do; who is next of those that could be is drawn."""
@@ -111,6 +119,13 @@ class LocalPipeline:
                 self.delays.append((stage, update, update - self._version_of[stage, update]))
                 self._ran(task, messages.Update(update, oldest))
                 self._later(stage, stage, events.UpdateDone(update))
+            case effects.RunMixing(step, round):
+                task.obey(messages.Mixing(step, round), lambda round: False)
+                self.mixed += 1
+                self._later(stage, stage, events.MixingDone())
+                if self.mixed < self.mixings:
+                    following: MixingStep = "alone" if step == "propose" else "propose"
+                    self._later(stage, stage, events.MixingWanted(following, round + (step != "propose")))
             case effects.SendActivation(_, microbatch, version):
                 self._later(stage, stage + 1, events.ActivationReceived(_peer(stage), microbatch, version))
             case effects.SendGradient(_, microbatch, version, loss):

@@ -321,8 +321,9 @@ class Demo:
             "method": "gasloc", "seconds": 60, "interrupted": False, "nodes": [], "spread": 0.01, "failures": [],
         }
 
-    async def run(self, plan: DemoPlan, *_: object) -> DemoOutcome:
+    async def run(self, plan: DemoPlan, *given: Any) -> DemoOutcome:
         assert plan.folder.is_dir()
+        given[-1]("http://127.0.0.1:9/")
         self.plans.append(plan)
         return DemoOutcome(**self.fields)
 
@@ -339,6 +340,10 @@ def test_the_demo_leaves_its_figures_and_no_folder(peer: Peer, demo: Demo, tmp_p
     assert json.loads((tmp_path / "figures.json").read_text()) == DemoOutcome(**demo.fields).to_json()
     (plan,) = demo.plans
     assert (plan.nodes, plan.seconds, plan.folder.exists()) == (2, 60.0, False)
+
+
+def test_the_demo_says_where_its_page_is(peer: Peer, demo: Demo) -> None:
+    assert "http://127.0.0.1:9/" in peer("demo").stdout
 
 
 def test_debug_keeps_the_demos_folder(peer: Peer, demo: Demo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

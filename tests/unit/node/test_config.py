@@ -76,6 +76,7 @@ BAD = [
     ("checkpoint_every_s", 0),
     ("checkpoint_every_s", float("inf")),
     ("checkpoint_every_s", float("nan")),
+    ("stall_after_s", 1),
     ("keep_checkpoints", 0),
     ("http", "localhost:80"),
     ("http", "127.0.0.1"),

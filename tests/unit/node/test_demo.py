@@ -30,6 +30,7 @@ if mode == "die":
     sys.exit("no such device: abacus")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 if role == "bootstrap":
+    print(json.dumps({"message": "page, metrics and health on http://127.0.0.1:9/"}), file=sys.stderr, flush=True)
     print("peer join /ip4/127.0.0.1/tcp/1/p2p/Qm1 /ip4/127.0.0.1/tcp/2/p2p/Qm1", flush=True)
 partial = home / "partial"
 partial.write_text(json.dumps({"argv": sys.argv[1:], "sid": os.getsid(0), "peer": os.environ.get("PEER_PORT")}))
@@ -54,6 +55,7 @@ class Swarm:
     def __init__(self, plan: DemoPlan, statuses: list[NodeStatus], then: Callable[[], None]) -> None:
         self.plan, self.statuses, self.then = plan, statuses, then
         self.invites: list[str] = []
+        self.pages: list[str] = []
 
     async def watch(self, invites: list[str]) -> AsyncIterator[list[NodeStatus]]:
         self.invites = invites
@@ -76,7 +78,7 @@ def good(name: str) -> NodeStatus:
 async def run(plan: DemoPlan, statuses: list[NodeStatus]) -> tuple[DemoOutcome, Swarm]:
     interrupted = asyncio.Event()
     swarm = Swarm(plan, statuses, interrupted.set)
-    return await run_demo(plan, swarm.watch, lambda _: None, interrupted), swarm
+    return await run_demo(plan, swarm.watch, lambda _: None, interrupted, swarm.pages.append), swarm
 
 
 async def test_a_swarm_is_started_watched_and_stopped(plan: DemoPlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +87,7 @@ async def test_a_swarm_is_started_watched_and_stopped(plan: DemoPlan, monkeypatc
 
     assert (outcome.failures, outcome.killed, outcome.interrupted, outcome.spread) == ([], [], True, 0.0)
     assert swarm.invites == ["/ip4/127.0.0.1/tcp/1/p2p/Qm1", "/ip4/127.0.0.1/tcp/2/p2p/Qm1"]
+    assert swarm.pages == ["http://127.0.0.1:9/"]
     facts = [swarm.started(name) for name in ("bootstrap", *plan.names)]
     assert len({fact["sid"] for fact in facts} | {os.getsid(0)}) == 5, "each in a session of its own"
     assert {fact["peer"] for fact in facts} == {None}, "the user's own settings stay out"

@@ -7,19 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from peerloom.node import discovery
+from peerloom.node.backoff import CAP_S
 from peerloom.node.dht_records import PEER_LIFE_S
 from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.identity import Identity
 from peerloom.node.ports import hold_port
 from peerloom.node.specs import sign_spec
 from peerloom.protocol.errors import ConfigError, PortInUse
+from peerloom.protocol.types import PeerId
 from tests.unit.node.discovery_swarm import RUN, SPEC, DhtSwarm, MemorySwarm, has_ipv6
 
 Swarm = DhtSwarm | MemorySwarm
@@ -312,3 +316,65 @@ async def test_another_node_with_this_identity_is_seen(dht: DhtSwarm) -> None:
     await b.dht()._store(records.peers_key(RUN), a.identity.peer_id, value, expires_at)
     await a.discovery.peers()
     assert a.dht().rival == twin
+
+
+async def test_a_lost_seed_is_dialled_for_ever_with_backoff_and_found_again(
+    dht: DhtSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour of the node's clock without its seed, which then comes back at its place.
+
+    p2pd, which would leave the address alone for minutes in the end, is not asked meanwhile.
+    """
+    a, b = [await dht.join() for _ in range(2)]
+    port = a.dht().port
+    await a.discovery.stop()
+    monkeypatch.setattr(discovery, "TEND_S", 0.01)
+    stack = b.dht()._stack
+    assert stack is not None
+    greet, lost, connect = stack.greet, stack.lost, stack.daemon.connect
+    tried, looked = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    asked: list[PeerId] = []
+
+    async def greets(peer: PeerId, multiaddr: str) -> None:
+        try:
+            await greet(peer, multiaddr)
+        finally:
+            tried.release()
+
+    async def connects(peer: PeerId, *rest: Any) -> None:
+        asked.append(peer)
+        await connect(peer, *rest)
+
+    async def looks(peers: Mapping[PeerId, str]) -> dict[PeerId, str]:
+        looked.release()
+        return await lost(peers)
+
+    monkeypatch.setattr(stack, "greet", greets)
+    monkeypatch.setattr(stack.daemon, "connect", connects)
+    monkeypatch.setattr(stack, "lost", looks)
+    async with asyncio.timeout(120):
+        for failures in range(1, 61):
+            await tried.acquire()
+            while looked._value:
+                await looked.acquire()
+            if failures > 10:  # the delay is no longer what a busy machine takes for a look
+                for _ in range(3):
+                    await looked.acquire()
+                assert not tried._value, f"dialled again at once after {failures} failures"
+            dht.clock.shift += CAP_S
+        assert not asked
+        again = await DhtDiscovery.create(
+            identity=a.identity,
+            identity_path=dht.folder / "0.key",
+            clock=dht.clock,
+            host="127.0.0.1",
+            port=port,
+            run_id=RUN,
+        )
+        try:
+            dht.clock.shift += CAP_S
+            while not await b.discovery.publish(b.record()):
+                dht.clock.shift += 1.0
+            assert [record.peer_id for record in await again.peers()] == [b.identity.peer_id]
+        finally:
+            await again.stop()

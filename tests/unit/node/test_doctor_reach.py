@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
+from peerloom.node import doctor_reach
 from peerloom.node.clock import SystemClock
 from peerloom.node.config import NodeConfig
 from peerloom.node.doctor_reach import ask_back, finding_of
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
+from peerloom.node.port_mapping import PortMapping
 from peerloom.node.ports import hold_port
 from peerloom.node.tls import make_certificate
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import PeerRecord
+from tests.unit.node.test_port_mapping import Router
 from tests.unit.node.wire import Handler, record_of
 
 SPEC = RunSpec()
@@ -45,6 +48,37 @@ async def test_a_peer_that_dials_back_is_believed(tmp_path: Path) -> None:
         config = NodeConfig(home=tmp_path, listen=("127.0.0.1",))
         found = await ask_back(config, observer([record]))
         assert (found.level, "direct" in found.text) == ("ok", True), found
+    finally:
+        await peer.stop()
+
+
+async def test_a_router_that_forwards_is_asked_and_given_back_what_it_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, certificate = Identity.generate(), make_certificate(SystemClock().wall())
+    router = Router(outer="127.0.0.1")
+    peer = GrpcTransport(
+        identity=identity,
+        certificate=certificate,
+        run_id=SPEC.run_id,
+        spec_hash=SPEC.spec_hash(),
+        clock=SystemClock(),
+        rng=random.Random(0),
+    )
+
+    async def find() -> list[Any]:
+        return [router]
+
+    def mapping(config: NodeConfig, transport: GrpcTransport) -> PortMapping:
+        return PortMapping(lambda: transport.local()[1], random.Random(0), find)
+
+    monkeypatch.setattr(doctor_reach, "port_mapping_of", mapping)
+    try:
+        record = record_of(identity.peer_id, await peer.start(Handler()), certificate.der)
+        config = NodeConfig(home=tmp_path, listen=("127.0.0.1",), announce=("127.0.0.1:9",))
+        found = await ask_back(config, observer([record]))
+        assert (found.level, ":9" in found.text) == ("ok", False), found
+        assert router.asked == 1 and not router.ports
     finally:
         await peer.stop()
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from peerloom.node.http_connections import ASK_WITHIN_S, BEHIND_S, MAX_CONNECTIONS
 from peerloom.node.http_endpoint import DEFAULT, Endpoint, parse_endpoint
 from peerloom.node.http_feed import MAX_BEHIND, MAX_LISTENERS
-from peerloom.node.http_server import FILES
+from peerloom.node.http_history import MEETING_S, Meetings
+from peerloom.node.http_server import FILES, HttpServer
+from peerloom.node.status import row_of
 from peerloom.protocol.errors import ConfigError, PortInUse
-from tests.unit.node.page_swarm import FakeSwarm, served
+from peerloom.protocol.types import NodeStatus, PeerId
+from tests.unit.node.page_swarm import NOW, FakeSwarm, served
 
 
 @pytest.fixture
@@ -129,6 +135,82 @@ async def test_a_reader_that_does_not_read_is_dropped_and_pages_are_limited() ->
             assert answer.status == 200
 
 
+async def asking(server: HttpServer, path: str, *, reads: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection with a small window, which has asked for `path` and got the head of an answer."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.setblocking(False)
+    address = server.url.removeprefix("http://").strip("/").split(":")
+    await asyncio.get_running_loop().sock_connect(made, (address[0], int(address[1])))
+    reader, writer = await asyncio.open_connection(sock=made, limit=4096)
+    if path:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+    if not reads:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+    return reader, writer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  the other end of a socket
+            await asyncio.sleep(0.01)
+
+
+async def test_who_does_not_read_or_asks_nothing_loses_its_socket_and_a_reader_keeps_it() -> None:
+    swarm = FakeSwarm(200)
+    async with served(swarm) as server:
+        reader, good = await asking(server, "/events", reads=True)
+        draining = asyncio.create_task(reader.read())
+        _, sleeper = await asking(server, "/events", reads=False)
+        mute, dumb = await asking(server, "", reads=True)
+        await until(lambda: len(server.connections) == 3)
+        for _ in range(MAX_BEHIND):
+            swarm.step()
+            swarm.feed.look()
+            await until(lambda: all(queue.qsize() <= MAX_BEHIND for queue in swarm.feed._listeners))
+        now = asyncio.get_running_loop().time()  # the server looks by itself too
+        server.connections.look(now)
+        assert len(server.connections) == 3, "nobody is judged by one look"
+        server.connections.look(now + ASK_WITHIN_S + 1)
+        assert await mute.read() == b""
+        await until(lambda: len(server.connections) == 2)
+        server.connections.look(now + BEHIND_S + 1)
+        await until(lambda: len(server.connections) == 1)
+        await until(lambda: len(swarm.feed._listeners) == 1)
+        assert not draining.done()
+        for writer in (good, sleeper, dumb):
+            writer.transport.abort()
+        await draining
+        await until(lambda: len(server.connections) == 0)
+
+
+async def test_a_page_that_vanishes_leaves_no_socket_and_no_listener() -> None:
+    swarm = FakeSwarm(3)
+    async with served(swarm) as server:
+        open_before = psutil.Process().num_fds()
+        for _ in range(20):
+            _, writer = await asking(server, "/events", reads=True)
+            writer.transport.abort()  # a reset, in place of the goodbye of a page that is closed
+        swarm.step()
+        for _ in range(3):
+            swarm.feed.look()
+        await until(lambda: len(server.connections) == 0 and not swarm.feed._listeners)
+        assert psutil.Process().num_fds() <= open_before
+
+
+async def test_there_are_only_so_many_connections() -> None:
+    async with served(FakeSwarm(1)) as server:
+        many = [await asking(server, "", reads=True) for _ in range(MAX_CONNECTIONS)]
+        await until(lambda: len(server.connections) == MAX_CONNECTIONS)
+        reader, writer = await asking(server, "", reads=True)
+        assert await reader.read() == b"", "one too many is closed at once"
+        assert len(server.connections) == MAX_CONNECTIONS
+        for _, each in [*many, (reader, writer)]:
+            each.transport.abort()
+        await until(lambda: len(server.connections) == 0)
+
+
 async def test_stopping_ends_open_pages_at_once(client: aiohttp.ClientSession) -> None:
     async with served(FakeSwarm(1)) as server:
         answer = await client.get(server.url + "events")
@@ -187,3 +269,13 @@ async def test_the_feed_stays_bounded_over_a_day() -> None:
     whole = first["curves"][swarm.peer("node-001")]
     assert whole[-1][0] - whole[0][0] > 80_000 and len(whole) > 100  # coarser, not shorter
     assert len(first["events"]) == 300
+
+
+def test_meetings_are_forgotten_where_no_page_is_open() -> None:
+    meetings = Meetings()
+    own = FakeSwarm(1).own
+    for number in range(5000):
+        now, peer = NOW + number, PeerId(f"peer-{number}")
+        record = replace(own, peer_id=peer, last_partner=f"other-{number}", issued_at=now, last_met_at=now - 1)
+        meetings.note(row_of(NodeStatus(record=record), now), now)
+    assert len(meetings._known) <= 2 * MEETING_S + 2 and len(meetings._told) <= 2 * MEETING_S + 2

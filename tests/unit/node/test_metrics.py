@@ -37,7 +37,7 @@ UNITLESS = {  # counts of things that are in the name
     "peerloom_state", "peerloom_round", "peerloom_optimizer_steps", "peerloom_partners", "peerloom_swarm_nodes",
     "peerloom_swarm_tokens", "peerloom_swarm_token_budget", "peerloom_swarm_missing_stages",
     "peerloom_swarm_states_differ", "peerloom_relay_places", "peerloom_open_tunnels_relayed",
-    "peerloom_open_tunnels_delivered", "peerloom_half_open_tunnels",
+    "peerloom_open_tunnels_delivered", "peerloom_half_open_tunnels", "peerloom_dht_records",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def exported() -> dict[str, str]:
     from dataclasses import replace
 
     totals = replace(TOTALS, consensus_distance=0.1, states_differ=1)
-    body, _ = exposition(lambda: STATUS, lambda: totals)(OPEN)
+    body, _ = exposition(lambda: STATUS, lambda: totals, lambda: 4)(OPEN)
     return {
         sample.name: family.type
         for family in parse_open(body.decode())

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import pty
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from peerloom.node.config import load_config
 from peerloom.node.status import NodeRow, rows_of
 from peerloom.node.status_screen import COLUMNS, Keyboard, View, frame, keys_of
 from peerloom.protocol.runspec import RunSpec
+from tests import screenshots
 from tests.unit.node.test_status import NOW, status
 
 
@@ -139,3 +141,12 @@ def test_the_watch_takes_the_screen_until_q(monkeypatch: pytest.MonkeyPatch, tmp
     text = out.getvalue()
     assert text.startswith("\x1b[?1049h") and "only-node" in text and "peer▲" in text
     assert text.endswith("\x1b[?25h\x1b[?1049l"), "the terminal is given back"
+
+
+def test_the_picture_in_the_readme_is_of_today(tmp_path: Path) -> None:
+    def text(file: Path) -> list[str]:
+        return re.findall(r">([^<>]+)</text>", file.read_text())
+
+    screenshots.terminal(screenshots.swarm(), tmp_path)
+    shown = text(screenshots.FOLDER / "status.svg")
+    assert len(shown) > 20 and shown == text(tmp_path / "status.svg"), "make it anew: python -m tests.screenshots"

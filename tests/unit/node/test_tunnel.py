@@ -16,12 +16,16 @@ import pytest
 from peerloom.node import grpc_client, tunnel, tunnel_dialer, tunnel_keep
 from peerloom.node.p2pd import Stream
 from peerloom.node.seams import MessageStream
+from peerloom.node.throttle import Caps
 from peerloom.node.tunnel_pump import hang_up
+from peerloom.protocol.codec_flood import FloodFrame
 from peerloom.protocol.dial_order import relay_address, relay_of
 from peerloom.protocol.errors import LinkError, PeerError
 from peerloom.protocol.messages import Chunk, FetchRequest, StateManifest
+from peerloom.protocol.relay_choice import FAULT_WEIGHTS
 from peerloom.protocol.relay_desk import DeskLimits, Pair
-from peerloom.protocol.services import EXCHANGE
+from peerloom.protocol.services import EXCHANGE, FLOOD, STAGE
+from peerloom.protocol.stage_messages import StageOpen
 from peerloom.protocol.tunnel import TUNNEL, Keep, OpenTo, TunnelRefused, decode_answer
 from peerloom.protocol.types import PeerId, PeerRecord
 from tests.unit.node.reach_swarm import ReachMember, ReachSwarm
@@ -102,6 +106,11 @@ async def test_all_services_go_through_a_relay(swarm: ReachSwarm, monkeypatch: p
             answer = await stream.receive()
             assert isinstance(answer, Chunk) and bytes(answer.data) == bytes([index]) * (1 << 20)
         await stream.close()
+        for service, message in ((FLOOD, FloodFrame(b"a frame")), (STAGE, StageOpen("run", 1))):
+            other = await caller.transport.open(record, service)
+            await other.send(message)
+            assert await other.receive() == message, service.path
+            await other.close()
         fetched = [message async for message in caller.transport.fetch(record, FetchRequest("ab"))]
         assert isinstance(fetched[0], StateManifest) and len(fetched) == 3
         assert relay.counted["tunnels_relayed"] == 1
@@ -110,6 +119,31 @@ async def test_all_services_go_through_a_relay(swarm: ReachSwarm, monkeypatch: p
     await caller.transport.stop()
     await eventually(lambda: relay.reaching.tunnels.desk.counts()["tunnels_relayed_now"] == 0)
     await eventually(lambda: node.reaching.tunnels.desk.counts()["tunnels_delivered_now"] == 0)
+
+
+@pytest.mark.parametrize("capped", ["upload", "download"])
+async def test_what_is_relayed_is_counted_and_under_the_relays_caps(
+    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch, capped: str
+) -> None:
+    """2 MB there and back at 2 MB/s: no faster than the cap allows, by the clock; no bound on a busy machine."""
+    rate, chunk = 2_000_000, bytes(1 << 18)
+    relay = await swarm.join(caps=Caps(**{capped: rate}))
+    node, caller = [await swarm.join() for _ in range(2)]
+    node.handler.on_exchange = echo
+    through_relays_alone(caller, monkeypatch)
+    async with placed(swarm, node, relay) as record:
+        stream = await caller.transport.open(record, EXCHANGE)
+        loop, before = asyncio.get_running_loop(), relay.transport.bytes_moved()
+        began, moved = loop.time(), 0
+        for index in range(8):
+            await stream.send(Chunk(index << 18, chunk))
+            assert await stream.receive() is not None
+            moved += 2 * len(chunk)
+        seconds = loop.time() - began
+        after = relay.transport.bytes_moved()
+        await stream.close()
+        assert min(now - then for now, then in zip(after, before, strict=True)) >= moved
+        assert moved <= rate * (seconds + 0.3), f"{moved} bytes in {seconds:.2f} s"
 
 
 async def test_a_standing_libp2p_connection_needs_no_relay(swarm: ReachSwarm) -> None:
@@ -186,6 +220,27 @@ async def test_a_header_that_is_none_or_never_comes_is_refused(
             assert await reader.read() == b""
         await hang_up(writer)
     assert relay.counted["tunnels_refused_malformed"] == len(bad)
+
+
+async def test_a_relay_that_never_answers_and_a_tunnel_that_nobody_takes_are_given_up(
+    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, node, caller = [await swarm.join() for _ in range(3)]
+    async with placed(swarm, node, relay) as record:
+        monkeypatch.setattr(tunnel_dialer, "ACCEPT_S", 0.1)
+        await caller.reaching.dialer.endpoint(record, relay_address(relay.peer_id))
+        await eventually(lambda: relay.counted.get("tunnels_relayed") == 1)
+        await eventually(lambda: not relay.reaching.tunnels.desk.counts()["tunnels_relayed_now"])
+        await eventually(lambda: not caller.reaching.dialer._open)
+
+        async def silent(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(relay.reaching.tunnels, "_serve", silent)
+        monkeypatch.setattr(tunnel, "SETUP_S", 0.2)
+        with pytest.raises(LinkError, match="no tunnel through"):
+            await caller.reaching.dialer.endpoint(record, relay_address(relay.peer_id))
+        assert caller.counted["relay_faults_gone"] == 1
 
 
 async def test_when_one_relay_of_two_dies_the_call_takes_the_other(
@@ -269,6 +324,9 @@ SPOILS: dict[str, Callable[[bytes], list[bytes]]] = {
 }
 
 
+FAULTS = {f"relay_faults_{fault}" for fault, weight in FAULT_WEIGHTS.items() if weight > FAULT_WEIGHTS["refused"]}
+
+
 CASES = [(does, honest) for does in SPOILS for honest in (0, HONEST_BYTES)]
 
 
@@ -300,10 +358,21 @@ async def test_a_crooked_relay_is_noticed_scored_and_left(swarm: ReachSwarm, mon
             await caller.transport.status(record)
             assert way_to(caller, record) == honest_one.peer_id, f"a relay that {does} after {honest} bytes"
             faults = {name for name in caller.counted if name.startswith("relay_faults_")}
-            assert faults, f"a relay that {does} after {honest} bytes has no fault"
+            assert faults & FAULTS, f"a relay that {does} after {honest} bytes has no fault: {faults}"
+            ranked = caller.reaching.book.order((crook.peer_id, honest_one.peer_id), swarm.clock.monotonic())
+            assert ranked == (honest_one.peer_id, crook.peer_id), "its faults put it last"
             await caller.transport._links.pop(node.peer_id).close()
             caller.reaching.dialer._last.clear()
             swarm.clock.ahead_s += 10_000.0  # its faults are forgotten
+
+        monkeypatch.setattr(crook.reaching.tunnels, "_carry", crooked(SPOILS["alters"], 0))
+        caller.counted.clear()
+        while not caller.counted.get("relays_left_alone"):  # it goes on: soon nobody asks it any more
+            with pytest.raises(PeerError):
+                await expect_nothing_false(caller, replace(record, via=(crook.peer_id,)))
+            assert sum(caller.counted.get(each, 0.0) for each in FAULTS) <= 5, "left alone by then"
+            swarm.clock.ahead_s += 30.0
+        assert caller.reaching.book.left_alone(crook.peer_id, swarm.clock.monotonic())
 
 
 async def test_a_new_life_of_p2pd_serves_tunnels_again(swarm: ReachSwarm) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from peerloom.node import checkpoint
 from peerloom.node.worker.memory import BlockLayout
-from peerloom.node.worker.tasks.gasloc import GaslocTask, NonFiniteLoss
+from peerloom.node.worker.tasks.common import NonFiniteLoss
+from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.encode import decode, encoded_bytes
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError, StorageError
 from peerloom.protocol.runspec import RunSpec
@@ -237,8 +238,9 @@ def test_a_tokenizer_larger_than_the_model(source: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("own_outbox", [False, True])
 @pytest.mark.parametrize("numel", [1, 1024, 1025, 100_000])
 def test_regions_do_not_overlap(numel: int, own_outbox: bool) -> None:
-    layout = BlockLayout(numel, numel * 2 if own_outbox else numel * 4, own_outbox)
-    regions = ("params", "theta", "previous", "inbox") + (("outbox",) if own_outbox else ())
+    replica_bytes = 4 * numel + 1 if own_outbox else 0
+    layout = BlockLayout(numel, numel * 2 if own_outbox else numel * 4, own_outbox, replica_bytes=replica_bytes)
+    regions = ("params", "theta", "previous", "inbox") + (("outbox", "proposal", "partner") if own_outbox else ())
     spans = [layout.span(region) for region in regions]  # type: ignore[arg-type]
     assert all(start % 4096 == 0 for start, _ in spans)
     assert all(start + length <= later for (start, length), (later, _) in zip(spans, spans[1:], strict=False))

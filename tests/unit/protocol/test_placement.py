@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerloom.protocol.placement import Claim, choose_place, keeper_of, missing_stages
+from peerloom.protocol.placement import Claim, choose_place, keeper_of, missing_stages, turn_to_move
 from peerloom.protocol.types import PeerId
 
 
@@ -90,3 +90,36 @@ def test_the_copy_goes_to_the_standby_else_to_the_next_stage() -> None:
     assert keeper_of(2, [*hosts, claim(7, 2, "stands_by")], 3, p(2)) == p(7)
     assert keeper_of(2, hosts, 3, p(2)) == p(0)
     assert keeper_of(0, hosts[:1], 3, p(0)) is None
+
+
+def test_one_host_too_many_moves_and_who_was_placed_by_its_owner_keeps_nobody_back() -> None:
+    claims = [claim(0, 0, "hosts"), claim(4, 0, "hosts"), claim(1, 1, "hosts"), claim(3, 3, "hosts")]
+    turns = [turn_to_move(each, claims, 4) for each in claims]
+    assert turns == [1, 0, None, None]
+    assert turn_to_move(claims[0], [claims[2], claims[3]], 4) is None, "4 has left: the stage needs 0"
+    coming = [claim(7, 3, "stands_by"), claim(8, 2)]
+    assert turn_to_move(claims[1], [*claims, *coming], 4) == 2, "first those who have nothing to leave"
+    assert turn_to_move(claims[1], [*claims, claim(9, 2, "hosts")], 4) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 10), st.integers(2, 5), st.integers(0, 2**32))
+def test_hosts_that_move_fill_every_stage_one_at_a_time(count: int, stages: int, seed: int) -> None:
+    rng = random.Random(seed)
+    claims = {p(i): claim(i, rng.randrange(stages), "hosts") for i in range(count)}
+    placed = set(rng.sample(sorted(claims), rng.randrange(count + 1)))
+    for _ in range(stages):
+        hosts = Counter(c.stage for c in claims.values())
+        lost = missing_stages(claims.values(), stages)
+        turns = {peer: turn_to_move(own, list(claims.values()), stages) for peer, own in claims.items()}
+        going = {turn: peer for peer, turn in turns.items() if turn is not None}
+        assert len(going) == sum(turn is not None for turn in turns.values()), "no two at once"
+        movers = [peer for _, peer in sorted(going.items()) if peer not in placed]
+        if not movers:
+            surplus = {peer for peer, own in claims.items() if hosts[own.stage] > 1}
+            assert not lost or surplus <= placed, "none is never"
+            return
+        assert hosts[claims[movers[0]].stage] > 1
+        others = [c for peer, c in claims.items() if peer != movers[0]]
+        claims[movers[0]] = Claim(movers[0], choose_place(Claim(movers[0], -1, ""), others, stages).stage, "hosts")
+        assert len(missing_stages(claims.values(), stages)) == len(lost) - 1

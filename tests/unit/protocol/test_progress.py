@@ -39,6 +39,16 @@ def test_a_step_is_overdue_after_many_usual_ones(step_s: float, training: bool, 
     assert f"no step for {patience_s + 1:.0f} s" in told and f"takes {step_s:.2g} s" in told
 
 
+def test_the_least_patience_is_the_nodes_to_choose() -> None:
+    pace = StepPace(least_s=2.0)
+    assert pace.patience_s(training=True) == FIRST_STEP_S
+    pace.measured(0.01)
+    assert pace.patience_s(training=True) == 2.0
+    patient = StepPace(least_s=1000.0)
+    patient.measured(0.01)
+    assert patient.patience_s(training=False) == 1000.0
+
+
 def test_short_rounds_may_not_be_silent_for_long_at_their_ends() -> None:
     pace, last = stepping(0.1)
     for number in range(6):

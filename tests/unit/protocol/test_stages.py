@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.ledger import Ledger, Microbatch
 from peerloom.protocol.spec_pipeline import PipelineSpec
+from peerloom.protocol.stage_moves import MAX_UPSTREAM
 from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
 from tests.unit.protocol.stage_fabric import Fabric, name, pipeline
@@ -208,6 +210,87 @@ def test_frames_that_break_the_protocol_are_blamed() -> None:
         last.handle(events.ActivationReceived(UP, m(index), 0), 0.0)  # one has begun and gave its credit back
     (blame,) = [e for e in last.handle(events.ActivationReceived(UP, m(9), 0), 0.0) if isinstance(e, effects.Blame)]
     assert blame.fault == "stage_flood"
+
+
+class Sender:
+    """A node of the stage before, which sends as much as it is let, over links as new as it likes."""
+
+    def __init__(self, machine: StageMachine, name: str, indices: Iterator[int], held_out: bool) -> None:
+        self.machine, self.peer, self.indices, self.held_out = machine, PeerId(name), indices, held_out
+        self.credit = 0
+
+    def open(self) -> None:
+        self.credit = 0
+        self.feed(events.UpstreamOpened(self.peer))
+
+    def lose(self) -> None:
+        self.feed(events.UpstreamLost(self.peer))
+
+    def feed(self, event: events.StageEvent) -> list[Microbatch]:
+        """Runs all forward passes that follow; returns what was passed on."""
+        begun = []
+        out = self.machine.handle(event, 0.0)
+        while True:
+            self.credit += sum(e.count for e in out if isinstance(e, effects.SendCredit) and e.peer == self.peer)
+            runs = [e for e in out if isinstance(e, effects.RunForward)]
+            if not runs:
+                return begun
+            begun.append(runs[0].microbatch)
+            out = self.machine.handle(events.ForwardDone(runs[0].microbatch), 0.0)
+
+    def send(self, most: int = 500) -> int:
+        """Sends until it may no more; how many passes that made."""
+        begun = 0
+        while self.credit and most and (index := next(self.indices, None)) is not None:
+            self.credit, most = self.credit - 1, most - 1
+            microbatch = Microbatch(0, index, self.held_out)
+            begun += len(self.feed(events.ActivationReceived(self.peer, microbatch, 0)))
+        return begun
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_what_does_not_count_fills_no_memory_and_keeps_no_other_sender_back(held_out: bool) -> None:
+    """The next stage answers none, and the stage before sends what was trained on, or held-out ones, for ever."""
+    trained = Ledger()
+    for index in range(5000):
+        trained.add(m(index))
+    indices = iter(range(5000))
+    machine = StageMachine(spec(3), 1, held_out=4, ledger=trained)
+    machine.handle(events.DownstreamOpened(DOWN, 0), 0.0)
+    hostile, honest = Sender(machine, "hostile", indices, held_out), Sender(machine, "honest", indices, held_out)
+    hostile.open()
+    window = hostile.credit
+    assert hostile.send() == window and machine.load == 2 * window, "a window in hand, and one queued"
+    for _ in range(5):
+        hostile.lose()
+        hostile.open()
+        assert hostile.send() == 0, "a new link is no new window"
+    assert machine.load == 2 * window
+    honest.open()
+    assert honest.send() == window, "a stage that was taken over runs what was in flight again"
+    for number in range(2, 200):
+        other = Sender(machine, f"sybil-{number}", indices, held_out)
+        other.open()
+        other.send()
+        other.lose()
+    assert machine.load <= (MAX_UPSTREAM + 2) * window
+
+
+def test_what_does_not_count_goes_on_as_it_is_answered() -> None:
+    trained = Ledger()
+    for index in range(100):
+        trained.add(m(index))
+    machine = StageMachine(spec(3), 1, ledger=trained)
+    machine.handle(events.DownstreamOpened(DOWN, 1000), 0.0)
+    sender = Sender(machine, "up", iter(range(100)), held_out=False)
+    sender.open()
+    begun, answered = sender.send(), 0
+    while answered < begun:
+        out = sender.machine.handle(events.GradientReceived(DOWN, m(answered), 0, 1.0), 0.0)
+        assert effects.RunBackward(m(answered)) in out
+        begun += len(sender.feed(events.BackwardDone(m(answered)))) + sender.send()
+        answered += 1
+    assert answered == 100
 
 
 def test_who_takes_and_never_answers_is_given_up() -> None:

@@ -1,0 +1,211 @@
+"""Keeping a way in through a router: renewed, given back, taken anew after a move; and routers that are of no use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from peerloom.node import gateway, port_mapping
+from peerloom.node.config import NodeConfig
+from peerloom.node.gateway import GatewayRefused, UpnpGateway
+from peerloom.node.grpc_transport import GrpcTransport
+from peerloom.node.port_mapping import RENEW_S, RETRY_S, PortMapping
+from peerloom.node.reaching import port_mapping_of
+from peerloom.node.virtual_time import run_virtual
+from peerloom.protocol.errors import LinkError
+
+
+class Router:
+    """A Gateway; `taken` are outer ports of others."""
+
+    def __init__(self, outer: str = "5.0.0.1", taken: frozenset[int] = frozenset()) -> None:
+        self.outer, self.taken = outer, taken
+        self.ports: dict[int, int] = {}
+        self.asked = 0
+        self.deaf = False
+
+    async def outer_address(self) -> str:
+        if self.deaf:
+            raise LinkError("no answer")
+        return self.outer
+
+    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> None:
+        self.asked += 1
+        if outer_port in self.taken:
+            raise GatewayRefused("conflict", 718)
+        self.ports[outer_port] = inner_port
+
+    async def withdraw(self, outer_port: int) -> None:
+        del self.ports[outer_port]
+
+
+def during(routers: list[Router], body: Callable[[PortMapping], Awaitable[None]]) -> None:
+    """Runs `body` beside the job, in virtual time."""
+
+    async def find() -> list[Any]:
+        return list(routers)
+
+    async def whole() -> None:
+        made = PortMapping(lambda: 4001, random.Random(0), find)
+        job = asyncio.create_task(made.run())
+        try:
+            await asyncio.sleep(1.0)
+            await body(made)
+        finally:
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    run_virtual(whole)
+
+
+def test_a_mapping_stands_is_renewed_and_taken_back() -> None:
+    router = Router()
+
+    async def body(made: PortMapping) -> None:
+        assert made.addresses == ("5.0.0.1:4001",) and router.ports == {4001: 4001}
+        router.outer = "5.0.0.9"  # it has dialled in anew
+        await asyncio.sleep(RENEW_S)
+        assert made.addresses == ("5.0.0.9:4001",) and router.asked == 2
+        router.deaf = True
+        await asyncio.sleep(RENEW_S)
+        assert made.addresses == ()
+        router.deaf = False
+        await asyncio.sleep(RETRY_S)
+        assert made.addresses == ("5.0.0.9:4001",)
+
+    during([router], body)
+    assert not router.ports
+
+
+def test_a_port_of_anothers_is_passed_over_for_one_at_random() -> None:
+    router = Router(taken=frozenset({4001}))
+
+    async def body(made: PortMapping) -> None:
+        ((outer, inner),) = router.ports.items()
+        assert inner == 4001 and made.addresses == (f"5.0.0.1:{outer}",)
+        await asyncio.sleep(RENEW_S)
+        assert list(router.ports) == [outer], "renewed, not moved"
+
+    during([router], body)
+
+
+def test_after_a_move_the_new_network_is_asked_and_the_old_address_is_void() -> None:
+    routers = [Router()]
+
+    async def body(made: PortMapping) -> None:
+        routers[:] = [Router("5.0.0.2")]
+        made.network_changed()
+        assert made.addresses == ()
+        await asyncio.sleep(port_mapping.SETTLE_S + 1.0)
+        assert made.addresses == ("5.0.0.2:4001",)
+
+    during(routers, body)
+
+
+def test_a_second_router_is_asked_when_the_first_is_of_no_use() -> None:
+    deaf = Router()
+    deaf.deaf = True
+
+    async def body(made: PortMapping) -> None:
+        assert made.addresses == ("5.0.0.3:4001",)
+
+    during([deaf, Router("5.0.0.3")], body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ({}, True),
+        ({"port_mapping": False}, False),
+        ({"announce": ("host.example",)}, False),
+        ({"listen": ("127.0.0.1",)}, False),
+    ],
+)
+def test_only_a_node_that_listens_everywhere_and_announces_nothing_asks(changes: dict[str, Any], asks: bool) -> None:
+    assert (port_mapping_of(NodeConfig(**changes), cast(GrpcTransport, None)) is not None) is asks
+
+
+class Service:
+    """What the UPnP library makes of a router's service; `answers` are results, or errors to raise."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.calls = list(answers), list[dict[str, Any]]()
+
+    def has_action(self, name: str) -> bool:
+        return True
+
+    def action(self, name: str) -> Service:
+        return self
+
+    async def async_call(self, **arguments: Any) -> dict[str, Any]:
+        self.calls.append(arguments)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+
+@pytest.mark.parametrize("said", ["192.168.0.2", "100.64.3.4", "", "0.0.0.0", "nonsense", "::1"])
+async def test_a_router_that_is_itself_behind_one_is_of_no_use(said: str) -> None:
+    with pytest.raises(LinkError, match="far side"):
+        await UpnpGateway(cast(Any, Service({"NewExternalIPAddress": said})), "10.0.0.2").outer_address()
+
+
+async def test_a_router_without_leases_gets_a_mapping_without_one() -> None:
+    from async_upnp_client.exceptions import UpnpActionError
+
+    refusal = UpnpActionError(error_code=725, error_desc="OnlyPermanentLeasesSupported")
+    service = Service(refusal, {}, UpnpActionError(error_code=718), KeyError("odd"))
+    made = UpnpGateway(cast(Any, service), "10.0.0.2")
+    await made.forward(4001, 4001, 60)
+    assert [call["NewLeaseDuration"] for call in service.calls] == [60, 0]
+    with pytest.raises(GatewayRefused):
+        await made.forward(4001, 4001, 60)
+    with pytest.raises(LinkError, match="odd"):
+        await made.withdraw(4001)
+
+
+def test_a_router_may_name_no_other_host() -> None:
+    assert gateway._is_its_own("http://192.168.1.1:5000/root.xml", "192.168.1.1")
+    for location in ("http://8.8.8.8/", "https://192.168.1.1/", "http://router/", "file:///etc/passwd", "http://[", ""):
+        assert not gateway._is_its_own(location, "192.168.1.1"), location
+
+
+async def test_an_endless_description_is_given_up_and_another_host_not_called() -> None:
+    served = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal served
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(bytes(1 << 14))
+                served += 1 << 14
+        except ConnectionError:
+            return response
+
+    application = web.Application()
+    application.router.add_get("/root.xml", endless)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        async with asyncio.timeout(30.0):
+            assert await gateway._described(f"http://127.0.0.1:{port}/root.xml") is None
+        assert served < 64 << 20
+        from async_upnp_client.const import HttpRequest
+
+        requester = gateway._requester("http://127.0.0.2:1/root.xml")
+        with pytest.raises(aiohttp.ClientError, match="another host"):
+            await requester.async_http_request(HttpRequest("GET", f"http://127.0.0.1:{port}/root.xml", {}, None))
+    finally:
+        await runner.cleanup()
