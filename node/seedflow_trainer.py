@@ -1,31 +1,22 @@
-"""One life of a SeedFlow node: resume or join, then step, flush, apply what others flooded, evaluate, save.
-
-The machine is ahead of the worker: what it takes waits in `driver.changes` until the steps under way are done. Where a
-state must stand for a version vector, as for a hash or a late joiner, all changes are applied first; the two then agree
-until the next await on anything but the worker.
-"""
+"""One life of a SeedFlow node: resume or join, then step, flush, apply what others flooded, evaluate, save."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 from peerloom.node.context import Context
-from peerloom.node.donor import Donor, manifest_of
+from peerloom.node.donor import Donor
+from peerloom.node.flood_agreement import Agreement
 from peerloom.node.flood_driver import FloodDriver
-from peerloom.node.flood_join import pack
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.flood_log import FloodLog
-from peerloom.node.logs import short
-from peerloom.node.place import Drained
 from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken, WorkerSetup
-from peerloom.protocol.errors import IdentityInUse, LinkError, NoDonor, RunMismatch, StorageError
+from peerloom.protocol.errors import LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.flood import REPAIR_S, FloodMachine
-from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract
 from peerloom.protocol.lifecycle import budget_spent
-from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
+from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.services import FLOOD, Service
 
 log = logging.getLogger(__name__)
@@ -38,22 +29,16 @@ SETTLE_S = 30.0  # how long a node that sees others waits for one to tell how mu
 QUIET_S = 2 * REPAIR_S  # a node that has taken all its steps stays until nothing has come for so long
 HASH_EVERY_S = 5.0
 FLUSH_S = 2.0  # of the 10 s that a stop may take
-RESYNC_RETRY_S = 10.0
 
 
-class SeedflowTrainer:
+class SeedflowTrainer(Agreement):
     """Drives one worker from its start to its end; raises WorkerDied, Drained, or what makes going on impossible."""
 
     def __init__(self, context: Context, worker: SeedflowPort) -> None:
-        self._context, self._worker = context, worker
-        self._facts, self._clock, self._spec = context.facts, context.clock, context.spec.seedflow
-        self._driver: FloodDriver | None = None
+        super().__init__(context, worker)
         self._donor: Donor | None = None
-        self._joiner: FloodJoiner | None = None
-        self._machine: FloodMachine
         self._log: FloodLog
-        self._snapshots: list[asyncio.Future[tuple[StateManifest, bytes]]] = []
-        self._saved_at = self._hashed_at = context.clock.monotonic()
+        self._saved_at = context.clock.monotonic()
         self._evaluated = -1
         self.rounds = 0  # flushes in this life
 
@@ -90,12 +75,6 @@ class SeedflowTrainer:
     def kill(self) -> None:
         """Ends the worker by force: run() raises WorkerDied."""
         self._worker.kill()
-
-    def peers_changed(self) -> None:
-        """The view of the swarm is another one."""
-        if self._driver is not None:
-            peers = tuple(sorted(record.peer_id for record in swarm_peers(self._context)))
-            self._driver.feed(PeersSeen(peers))
 
     async def run(self) -> None:
         """The whole life: returns when drained, or when the run is done, with a checkpoint written."""
@@ -205,18 +184,6 @@ class SeedflowTrainer:
             await self._sync(driver)
         self._facts.step = self._machine.next_step
 
-    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
-        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
-        try:
-            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Drained
-        finally:
-            working.cancel()
-            draining.cancel()
-            await asyncio.gather(working, draining, return_exceptions=True)
-
     # steps
 
     async def _flood(self) -> None:
@@ -309,91 +276,6 @@ class SeedflowTrainer:
                     await self._evaluate(driver)
                     evaluated = total
             await self._wait(driver, LOOK_S)
-
-    # agreement of worker and machine
-
-    async def _sync(self, driver: FloodDriver) -> None:
-        """Applies all changes, then answers what was asked meanwhile."""
-        while True:
-            self._check_driver(driver)
-            if driver.changes:
-                await self._change(driver)
-            elif driver.questions:
-                await self._answer(driver)
-            elif self._snapshots:
-                await self._give_snapshot()
-            else:
-                return
-
-    async def _change(self, driver: FloodDriver) -> None:
-        change = driver.changes.popleft()
-        match change:
-            case Apply(batches):
-                while driver.changes and isinstance(driver.changes[0], Apply):
-                    batches += driver.changes.popleft().batches  # type: ignore[union-attr]
-                await self._worker.apply(batches)
-            case Retract(batches):
-                await self._worker.retract(batches)
-            case Resync(origin):
-                await self._resync(driver, origin)
-
-    async def _resync(self, driver: FloodDriver, origin: str) -> None:
-        assert self._joiner is not None  # ours: set by _resume
-        self._facts.enter("fetching", f"its state counts messages of {short(origin)}, which lied; fetching another")
-        while not await self._joiner.join(needed=True, dropped=driver.changes.clear):
-            self._check_driver(driver)
-            await self._unless_draining(asyncio.sleep(RESYNC_RETRY_S))
-
-    async def _answer(self, driver: FloodDriver) -> None:
-        peer, query = driver.questions.popitem()
-        beyond = self._machine.beyond(query.heads)
-        digest = b"" if beyond is None else await self._worker.state_hash(beyond)
-        driver.answer(peer, query.number, digest)
-
-    async def _take_snapshot(self) -> tuple[StateManifest, bytes]:
-        if self._driver is None:
-            raise LinkError("this node holds no state now")
-        future: asyncio.Future[tuple[StateManifest, bytes]] = asyncio.get_running_loop().create_future()
-        self._snapshots.append(future)
-        self._driver.changed.set()
-        return await future
-
-    async def _give_snapshot(self) -> None:
-        asked, self._snapshots = self._snapshots, []
-        snapshot, total, step = self._machine.snapshot(), self._machine.total(), self._machine.next_step
-        data = pack(snapshot, await self._worker.export_state())
-        manifest = manifest_of(data, round=total, step=step, layout=self._facts.layout_digest, held_out_loss=None)
-        for future in asked:
-            if not future.done():
-                future.set_result((manifest, data))
-
-    async def _hash(self) -> None:
-        """Notes the hash of the state as it is; called where worker and machine agree."""
-        self._hashed_at = self._clock.monotonic()
-        total = self._machine.total()
-        self._facts.state_hash, self._facts.messages = (await self._worker.state_hash()).hex(), total
-        self._facts.counters["flood_behind"] = float(self._machine.behind())
-        self._facts.counters["flood_origins_cut"] = float(len(self._machine.cut))
-
-    def _check_driver(self, driver: FloodDriver) -> None:
-        if driver.failed is not None:
-            raise driver.failed
-        if driver.exiled:
-            raise IdentityInUse(
-                "this node's identity was cut off by the swarm: its key signed two different histories, as when two "
-                "nodes run with it or its run folder was lost; start with a new identity (--home)"
-            )
-
-    async def _wait(self, driver: FloodDriver, seconds: float) -> None:
-        """Until something changes, or so long."""
-        driver.changed.clear()
-        if driver.changes or driver.questions or self._snapshots or self._context.draining.is_set():
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await driver.changed.wait()
-        except TimeoutError:
-            self.peers_changed()
 
     async def _save(self) -> None:
         facts = self._facts

@@ -6,7 +6,8 @@ from typing import cast
 
 from peerloom.proto import gossip_pb2, stage_pb2
 from peerloom.protocol import checks, limits
-from peerloom.protocol.codec import checked_chunk, parse, read_chunk, serialize, written_chunk
+from peerloom.protocol.codec_base import parse, serialize
+from peerloom.protocol.codec_chunk import checked_chunk, read_chunk, written_chunk
 from peerloom.protocol.errors import MalformedMessage
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.messages import Chunk, PayloadEnd, StreamEnd

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerloom.proto import gossip_pb2
-from peerloom.protocol import codec, limits
+from peerloom.protocol import codec, codec_chunk, limits
 from peerloom.protocol.errors import LimitExceeded, MalformedMessage
 from peerloom.protocol.messages import Chunk
 
@@ -40,7 +40,7 @@ def test_the_largest_is_not_copied_when_read() -> None:
 def test_whatever_is_read_by_hand_is_what_protobuf_reads(tail: bytes) -> None:
     data = b"\x2a" + tail
     try:
-        read = codec.read_chunk(data)
+        read = codec_chunk.read_chunk(data)
     except (MalformedMessage, LimitExceeded):
         return
     if read is not None:
@@ -57,7 +57,7 @@ def test_whatever_is_read_by_hand_is_what_protobuf_reads(tail: bytes) -> None:
     ],
 )
 def test_another_layout_is_left_to_protobuf(data: bytes) -> None:
-    assert codec.read_chunk(data) is None
+    assert codec_chunk.read_chunk(data) is None
     envelope = gossip_pb2.ExchangeEnvelope.FromString(data)
     assert codec.decode_exchange(data) == Chunk(envelope.chunk.offset, envelope.chunk.data)
 
