@@ -336,9 +336,15 @@ class PipelineTrainer:
                     self._context.view.score(stream.peer, "bad_state")
                     raise
             case "fetch":
+                self._save_first(opening.stage)
                 await self._keeping.serve_fetch(stream, opening.stage)
             case "run":
                 await self._neighbours.serve(self._driver, stream, opening.stage)
+
+    def _save_first(self, stage: int) -> None:
+        """Somebody asks for a stage that is hosted here and not saved yet: its next attempt is to find a copy."""
+        if self._driver is not None and self._driver.machine.stage == stage and stage not in self._keeping.held():
+            self._driver.feed(events.SaveWanted())
 
     # reports
 

@@ -117,7 +117,8 @@ class StageSeeker:
         give_up_at = self._clock.monotonic() + self._context.settings.donor_patience_s
         while await self._keeping.obtain(stage) is None:
             trained = max((record.step for record in self._view.records()), default=0)
-            if trained <= self._spec.backup_every:
+            ahead = any(record.step for record in self._view.hosts(stage))  # whom this one is to share the stage with
+            if trained <= self._spec.backup_every and not ahead:
                 return  # so little is lost with it
             if self._clock.monotonic() >= give_up_at:
                 log.warning("no copy of stage %d is left: it begins anew among stages of update %d", stage, trained)

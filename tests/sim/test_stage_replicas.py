@@ -115,3 +115,19 @@ def test_the_one_that_is_left_alone_trains_on_as_if_it_had_never_mixed(tmp_path:
         await swarm.drain()
 
     play(replicas_plan(tmp_path, STAGES + 1), scenario)
+
+
+def test_a_second_host_begins_where_the_first_one_is(tmp_path: Path) -> None:
+    """Nobody has saved yet, and so little is trained that a lost stage would begin anew."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for index in range(STAGES):
+            swarm.start(index, stage=index)
+        await swarm.until("they train", lambda: all(m.facts.step > 20 for m in swarm.members[:STAGES]))
+        await asyncio.sleep(15)  # their records say so
+        second = swarm.start(STAGES, stage=1)
+        await swarm.until("it trains", lambda: bool(second.workers) and bool(worker(second).made), within_s=60.0)
+        assert worker(second).made[0].update > 20 and second.count("stage_copies_fetched") == 1
+        await swarm.drain()
+
+    play(replicas_plan(tmp_path, STAGES + 1), scenario)
