@@ -21,6 +21,7 @@ from peerloom.protocol.errors import PeerError, PeerloomError
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "deploy/reference.md").read_text()
 LAYERS = (peerloom.node, peerloom.optim, peerloom.proto, peerloom.protocol)
 
 
@@ -69,8 +70,8 @@ def test_the_tree_drawn_in_errors_says_the_same() -> None:
     assert drawn == {error.__name__: str(error.exit_code) for error in error_classes() if "exit_code" in vars(error)}
 
 
-def test_readme_lists_every_exit_code_with_its_meaning() -> None:
-    listed = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", README, re.MULTILINE)}
+def test_the_reference_lists_every_exit_code_with_its_meaning() -> None:
+    listed = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", REFERENCE, re.MULTILINE)}
     assert listed == exit_codes()
 
 
@@ -81,10 +82,10 @@ def test_ci_runs_readmes_own_test_command() -> None:
 
 
 @pytest.mark.parametrize("module", [status, demo, doctor])
-def test_readme_shows_the_json_as_its_module_documents_it(module: ModuleType) -> None:
+def test_the_docs_show_the_json_as_its_module_documents_it(module: ModuleType) -> None:
     documented = re.search(r"^    \{.*?\n\n", module.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert documented is not None
-    text = (ROOT / "deploy/README.md").read_text() if module is doctor else README
+    text = (ROOT / "deploy/README.md").read_text() if module is doctor else REFERENCE
     assert textwrap.dedent(documented[0]).strip() in text
 
 
