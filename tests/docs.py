@@ -1,4 +1,4 @@
-"""The commands of README.md and deploy/README.md: what they are, which test runs each, and which cannot run here.
+"""The commands of README.md and of deploy: what they are, which test runs each, and which cannot run here.
 
 `test_docs` (unit) holds that every one of them is in one of the two tables; `test_docs` (integration) runs the steps of
 README word for word in a network of their own, and the operators' with their own folders and ports.
@@ -13,7 +13,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 _CONTAINERS: Final = ("Dockerfile", "compose.yaml", "kubernetes.yaml", "peerloom.service")
 HEADS: Final = tuple(ROOT / "deploy" / name for name in _CONTAINERS)  # each begins with the commands that use it
-FILES: Final = (ROOT / "README.md", ROOT / "deploy/README.md")
+FILES: Final = (ROOT / "README.md", ROOT / "deploy/README.md", ROOT / "deploy/reference.md")
 STEPS: Final = "## A swarm, watched, in five terminals"  # the section of README that a new user types
 
 _NO_ENGINE: Final = "needs a Docker engine"
