@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
 import msgpack
@@ -36,7 +36,10 @@ MAX_SPEC_VALUE_BYTES: Final = 4 * MAX_SIGNED_BYTES  # JSON escapes line ends and
 RUNS_KEY: Final = b"peerloom/runs"
 PEER_DOMAIN: Final = b"peerloom-peer-v1\0"
 
+MAX_CHECKED: Final = 1024  # signatures remembered, at some 150 bytes each
+
 _T = TypeVar("_T")
+_checked: OrderedDict[bytes, bool] = OrderedDict()  # digest of who, what and signature; oldest first
 
 
 def peers_key(run_id: RunId) -> bytes:
@@ -286,10 +289,14 @@ def _parse(value: bytes, limit: int) -> tuple[bytes, bytes, _PeerBody | _GoneBod
         raise MalformedMessage(f"a value whose {'.'.join(map(str, first['loc']))} does not check") from error
 
 
-@lru_cache(maxsize=1024)
 def _verified(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-    """A record is seen again at each find of its life: verifying it once is enough."""
-    return verify(peer_id, message, signature)
+    """A record is seen again at each find of its life: verifying it once is enough. Known by digests, not kept whole."""
+    digest = hashlib.sha256(b"%s\0%s%s" % (peer_id.encode(), hashlib.sha256(message).digest(), signature)).digest()
+    if (known := _checked.get(digest)) is None:
+        known = _checked[digest] = verify(peer_id, message, signature)
+        while len(_checked) > MAX_CHECKED:
+            _checked.popitem(last=False)
+    return known
 
 
 class DhtRecord(Protocol):

@@ -54,7 +54,7 @@ def error_classes() -> list[type[PeerloomError]]:
 
 def test_every_error_stands_in_the_one_tree() -> None:
     outside = {error.__name__ for error in error_classes() if error.__module__ != errors.__name__}
-    assert outside <= {"Unreachable", "UnknownSession", "TunnelRefused"}, "these three never leave the transport"
+    assert outside <= {"GatewayRefused", "Unreachable", "UnknownSession", "TunnelRefused"}, "these never leave the node"
 
 
 def test_every_error_has_an_exit_code_of_its_own() -> None:

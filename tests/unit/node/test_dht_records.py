@@ -170,3 +170,17 @@ def test_an_unsigned_spec_is_refused() -> None:
 )
 def test_expiry_outranks_the_former_unless_the_clock_was_set_back(now: float, last: float, expected: float) -> None:
     assert records.next_expiry(now, last) == pytest.approx(expected)
+
+
+def test_a_signature_is_checked_once_and_remembered_without_what_it_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+    monkeypatch.setattr(records, "verify", lambda peer, message, signature: not asked.append(message))  # type: ignore[func-returns-value]
+    records._checked.clear()
+    for message in (b"ab", b"ab", b"a"):
+        assert records._verified(ME.peer_id, message, b"c" if message == b"ab" else b"cb")
+    assert asked == [b"ab", b"a"]  # the same bytes, cut elsewhere, are another question
+    for index in range(records.MAX_CHECKED):
+        records._verified(ME.peer_id, bytes(10_000), b"%d" % index)
+    assert len(records._checked) == records.MAX_CHECKED
+    assert all(len(digest) == 32 for digest in records._checked)
+    records._checked.clear()
