@@ -174,7 +174,12 @@ def test_expiry_outranks_the_former_unless_the_clock_was_set_back(now: float, la
 
 def test_a_signature_is_checked_once_and_remembered_without_what_it_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
-    monkeypatch.setattr(records, "verify", lambda peer, message, signature: not asked.append(message))  # type: ignore[func-returns-value]
+
+    def verified(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
+        asked.append(message)
+        return True
+
+    monkeypatch.setattr(records, "verify", verified)
     records._checked.clear()
     for message in (b"ab", b"ab", b"a"):
         assert records._verified(ME.peer_id, message, b"c" if message == b"ab" else b"cb")
