@@ -290,7 +290,7 @@ def _parse(value: bytes, limit: int) -> tuple[bytes, bytes, _PeerBody | _GoneBod
 
 
 def _verified(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-    """A record is seen again at each find of its life: verifying it once is enough. Known by digests, not kept whole."""
+    """A record is seen again at each find of its life: verifying it once is enough. What is remembered are digests."""
     digest = hashlib.sha256(b"%s\0%s%s" % (peer_id.encode(), hashlib.sha256(message).digest(), signature)).digest()
     if (known := _checked.get(digest)) is None:
         known = _checked[digest] = verify(peer_id, message, signature)
