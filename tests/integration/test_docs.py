@@ -174,6 +174,7 @@ def _prometheus(here: Here, line: str) -> None:
         assert groups and not [r["lastError"] for g in groups for r in g["rules"] if r.get("lastError")]
 
 
+@pytest.mark.long
 def test_a_run_of_ones_own(swarm: Swarm) -> None:
     swarm.rest("seed")
     with swarm_folder() as folder:
@@ -217,6 +218,7 @@ def free_ports(count: int) -> list[str]:
         return [str(each.getsockname()[1]) for each in held]
 
 
+@pytest.mark.long
 def test_what_operators_type(swarm: Swarm) -> None:
     (a,) = swarm.trainers("a")
     home = ("--home", str(swarm.folder / "operator"))
@@ -293,6 +295,7 @@ def _move_a_key(folder: Path) -> None:
     assert bootstrap(new) == before, "peer id and run are those of the old invite"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["seedflow", "pipeline"])
 def test_the_demo_of_each_method_starts_shows_its_page_and_stops(swarm: Swarm, method: str) -> None:
     swarm.rest("seed")

@@ -224,6 +224,7 @@ def test_a_node_that_moves_is_back_under_its_identity(nat_swarm: NatSwarm, recor
     nat_swarm.leave("a2", "b2")
 
 
+@pytest.mark.long
 def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
     nat_swarm: NatSwarm, flood_swarm: FloodSwarm, record_property: Report
 ) -> None:

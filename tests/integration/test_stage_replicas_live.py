@@ -13,7 +13,7 @@ from peerloom.node.failures import OK
 from tests.helpers import Node, Swarm, swarm_folder, wait_for
 from tests.integration.test_pipeline_live import START_S, write_pipeline_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 UPDATES, LOCAL_STEPS = 40, 2
 Report = Callable[[str, object], None]
