@@ -118,6 +118,7 @@ def watch_in_a_terminal(command: list[str], variables: dict[str, str], shows: Ca
         os.close(its)
 
 
+@pytest.mark.long
 @pytest.mark.netns
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "network namespaces work here")
 def test_readme_alone_brings_up_a_swarm_its_page_and_prometheus() -> None:

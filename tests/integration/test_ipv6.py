@@ -11,6 +11,7 @@ WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "network namespaces work here"),
 ]
 

@@ -15,6 +15,7 @@ WHY_NOT = why_not() or why_no_upnp()
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "routers with UPnP work here"),
 ]
 
