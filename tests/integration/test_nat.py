@@ -251,6 +251,7 @@ def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
     assert {one.origin for one in said} == set(peers.values()) and len(said) == figures[0].messages
 
 
+@pytest.mark.long
 def test_a_cut_of_two_minutes_heals(nat_swarm: NatSwarm, record_property: Report) -> None:
     node, row = nat_swarm.nodes["a1"], nat_swarm.row("a1")
     assert row is None or row["silent_s"] is not None, "its record has run out"
