@@ -8,8 +8,6 @@ until the next await on anything but the worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from peerloom.node.context import Context
 from peerloom.node.donor import manifest_of
@@ -17,14 +15,12 @@ from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_join import pack
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.logs import short
-from peerloom.node.place import Drained
+from peerloom.node.place import unless_draining
 from peerloom.node.seams import SeedflowPort
 from peerloom.protocol.errors import IdentityInUse, LinkError
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract
 from peerloom.protocol.messages import StateManifest
-
-T = TypeVar("T")
 
 RESYNC_RETRY_S = 10.0
 
@@ -79,7 +75,7 @@ class Agreement:
         self._facts.enter("fetching", f"its state counts messages of {short(origin)}, which lied; fetching another")
         while not await self._joiner.join(needed=True, dropped=driver.changes.clear):
             self._check_driver(driver)
-            await self._unless_draining(asyncio.sleep(RESYNC_RETRY_S))
+            await unless_draining(self._context.draining, asyncio.sleep(RESYNC_RETRY_S))
 
     async def _answer(self, driver: FloodDriver) -> None:
         peer, query = driver.questions.popitem()
@@ -133,15 +129,3 @@ class Agreement:
                 await driver.changed.wait()
         except TimeoutError:
             self.peers_changed()
-
-    async def _unless_draining(self, job: Coroutine[Any, Any, T]) -> T:
-        working, draining = asyncio.ensure_future(job), asyncio.ensure_future(self._context.draining.wait())
-        try:
-            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Drained
-        finally:
-            working.cancel()
-            draining.cancel()
-            await asyncio.gather(working, draining, return_exceptions=True)

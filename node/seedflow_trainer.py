@@ -12,6 +12,7 @@ from peerloom.node.flood_agreement import Agreement
 from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.flood_log import FloodLog
+from peerloom.node.place import unless_draining
 from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken, WorkerSetup
 from peerloom.protocol.errors import LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.flood import REPAIR_S, FloodMachine
@@ -22,7 +23,6 @@ from peerloom.protocol.services import FLOOD, Service
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-T = TypeVar("T")
 
 LOOK_S = 1.0  # between two looks at the swarm while there is nothing to do
 SETTLE_S = 30.0  # how long a node that sees others waits for one to tell how much it has of this node's own messages
@@ -80,12 +80,12 @@ class SeedflowTrainer(Agreement):
         """The whole life: returns when drained, or when the run is done, with a checkpoint written."""
         opened: FloodLog | None = None
         try:
-            ready = await self._unless_draining(self._worker.start(self._setup(), self._progress))
+            ready = await unless_draining(self._context.draining, self._worker.start(self._setup(), self._progress))
             self._context.phases.mark("worker")
             self._note_ready(ready)
             settings, run_id = self._context.settings, self._context.spec.run_id
             opened = self._log = FloodLog(settings.run_dir, run_id, self._facts.peer_id)
-            await self._unless_draining(self._resume(ready))
+            await unless_draining(self._context.draining, self._resume(ready))
             self._context.phases.mark("place in the swarm")
             await self._flood()
         finally:

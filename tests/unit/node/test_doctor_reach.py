@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +35,9 @@ def observer(records: list[PeerRecord]) -> Any:
     return SimpleNamespace(spec=SPEC, discovery=SimpleNamespace(peers=peers))
 
 
-async def test_a_peer_that_dials_back_is_believed(tmp_path: Path) -> None:
+@asynccontextmanager
+async def another_peer() -> AsyncIterator[PeerRecord]:
+    """A peer that listens and can be asked to dial back."""
     identity, certificate = Identity.generate(), make_certificate(SystemClock().wall())
     peer = GrpcTransport(
         identity=identity,
@@ -44,27 +48,22 @@ async def test_a_peer_that_dials_back_is_believed(tmp_path: Path) -> None:
         rng=random.Random(0),
     )
     try:
-        record = record_of(identity.peer_id, await peer.start(Handler()), certificate.der)
+        yield record_of(identity.peer_id, await peer.start(Handler()), certificate.der)
+    finally:
+        await peer.stop()
+
+
+async def test_a_peer_that_dials_back_is_believed(tmp_path: Path) -> None:
+    async with another_peer() as record:
         config = NodeConfig(home=tmp_path, listen=("127.0.0.1",))
         found = await ask_back(config, observer([record]))
         assert (found.level, "direct" in found.text) == ("ok", True), found
-    finally:
-        await peer.stop()
 
 
 async def test_a_router_that_forwards_is_asked_and_given_back_what_it_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity, certificate = Identity.generate(), make_certificate(SystemClock().wall())
     router = Router(outer="127.0.0.1")
-    peer = GrpcTransport(
-        identity=identity,
-        certificate=certificate,
-        run_id=SPEC.run_id,
-        spec_hash=SPEC.spec_hash(),
-        clock=SystemClock(),
-        rng=random.Random(0),
-    )
 
     async def find() -> list[Any]:
         return [router]
@@ -73,14 +72,11 @@ async def test_a_router_that_forwards_is_asked_and_given_back_what_it_gave(
         return PortMapping(lambda: transport.local()[1], random.Random(0), find)
 
     monkeypatch.setattr(doctor_reach, "port_mapping_of", mapping)
-    try:
-        record = record_of(identity.peer_id, await peer.start(Handler()), certificate.der)
+    async with another_peer() as record:
         config = NodeConfig(home=tmp_path, listen=("127.0.0.1",), announce=("127.0.0.1:9",))
         found = await ask_back(config, observer([record]))
         assert (found.level, ":9" in found.text) == ("ok", False), found
         assert router.asked == 1 and not router.ports
-    finally:
-        await peer.stop()
 
 
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:

@@ -24,15 +24,11 @@ def offer(name: str, round: int = 0, **changes: object) -> Offer:
     return replace(Offer(name, round, LAYOUT, "fp32", SIZE), **changes)  # type: ignore[arg-type]
 
 
-class Bench:
-    """A machine, a clock, and the ids of the offers it makes."""
+class MachineBench:
+    """A machine and its clock."""
 
-    def __init__(self, *peers: PeerId, pairing: str = "rendezvous", me: PeerId = ME, round: int = 0) -> None:
-        spec = GaslocSpec(pairing=pairing, match_timeout_s=M)  # type: ignore[arg-type]
-        self.machine = GossipMachine(me, spec, SEED, random.Random(1), LAYOUT, SIZE)
-        self.now = 100.0
-        self.sees(*peers)
-        self.feed(ev.RoundStarted(round))
+    machine: GossipMachine
+    now: float
 
     def sees(self, *peers: PeerId, round: int = 0) -> list[do.Effect]:
         return self.feed(ev.PeersChanged(tuple(ev.PeerSeen(peer, round) for peer in peers)))
@@ -42,6 +38,17 @@ class Bench:
         effects = self.machine.handle(event, self.now)
         self.machine.check_invariants()
         return effects
+
+
+class Bench(MachineBench):
+    """A machine, a clock, and the ids of the offers it makes."""
+
+    def __init__(self, *peers: PeerId, pairing: str = "rendezvous", me: PeerId = ME, round: int = 0) -> None:
+        spec = GaslocSpec(pairing=pairing, match_timeout_s=M)  # type: ignore[arg-type]
+        self.machine = GossipMachine(me, spec, SEED, random.Random(1), LAYOUT, SIZE)
+        self.now = 100.0
+        self.sees(*peers)
+        self.feed(ev.RoundStarted(round))
 
     def receives(self, peer: PeerId, name: str, round: int = 0, **changes: object) -> list[do.Effect]:
         return self.feed(ev.OfferReceived(peer, offer(name, round, **changes)))

@@ -16,6 +16,7 @@ from peerloom.protocol.messages import Offer
 from peerloom.protocol.pairing import Place, rank
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
+from tests.unit.protocol.gossip_bench import MachineBench
 
 SEED, LAYOUT, M = 7, "cd" * 32, 10.0
 STALL, SEEK = 0.25 * M, 0.75 * M
@@ -23,7 +24,7 @@ IDS = sorted(PeerId(f"peer{i}") for i in range(4))
 SIZES = (100, 90)
 
 
-class Bench:
+class Bench(MachineBench):
     """A machine of IDS[0] and its clock."""
 
     def __init__(self, *, round: int = 0, sizes: tuple[int, ...] = (100,), **gasloc: Any) -> None:
@@ -32,15 +33,6 @@ class Bench:
         self.now = 50.0
         self.sees(*IDS[1:])
         self.feed(ev.RoundStarted(round))
-
-    def sees(self, *peers: PeerId, round: int = 0) -> list[do.Effect]:
-        return self.feed(ev.PeersChanged(tuple(ev.PeerSeen(peer, round) for peer in peers)))
-
-    def feed(self, event: ev.Event, after: float = 0.0) -> list[do.Effect]:
-        self.now += after
-        effects = self.machine.handle(event, self.now)
-        self.machine.check_invariants()
-        return effects
 
     def partner(self, place: Place) -> tuple[PeerId, float]:
         """Whom the plan names at a place, and the weight."""
