@@ -80,7 +80,8 @@ class Rendezvous:
 
     Left behind is who stands more than `max_round_skew` rounds before the middle of the swarm, or before this node if
     that is behind the middle itself. Were it measured by this node's own round alone, a few fast nodes would in time
-    stand so far ahead that they met none but each other, while the rest, more than half, has no reason to follow.
+    stand so far ahead that they met none but each other, while the rest, more than half, has no reason to follow. Of an
+    even number the upper middle counts, so that of two the one that comes back from a long absence fetches the state.
     """
 
     def __init__(self, max_round_skew: int) -> None:
@@ -116,7 +117,7 @@ class Rendezvous:
         if not self._skew:
             return theirs == own
         rounds = sorted([own, *(seen.round for seen in self.view.values())])
-        return theirs >= min(own, rounds[(len(rounds) - 1) // 2]) - self._skew
+        return theirs >= min(own, rounds[len(rounds) // 2]) - self._skew
 
     def due(self, place: Place, own: Place) -> bool:
         return place[1:] == own[1:]

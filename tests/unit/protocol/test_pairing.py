@@ -71,6 +71,8 @@ def test_rank_is_an_order_that_the_run_seed_changes() -> None:
         (11, (20, 20, 20), 20, False),  # it is left behind, and met by whoever offers
         (11, (20, 20, 20), 3, False),  # who is no slower than it
         (11, (20, 20, 20), 2, True),
+        (520, (60,), 60, True),  # of two, one was away
+        (60, (520,), 520, False),
     ],
 )
 def test_who_is_left_behind_is_measured_by_the_middle(
