@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -136,14 +137,20 @@ def die_with(parent_pid: int) -> None:
 
 
 def import_libraries() -> float:
-    """Imports what every run needs; returns the seconds it took."""
+    """Imports what every run needs; returns the seconds it took.
+
+    Meanwhile the garbage collector rests, a fifth of the time otherwise, and what was made is its business no more.
+    """
     started = time.perf_counter()
+    gc.disable()
     for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for module in ("peerloom.node.worker.tasks.gasloc", LIKELY_MODEL):
         importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
     return time.perf_counter() - started
 
 
