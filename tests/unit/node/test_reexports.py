@@ -31,8 +31,8 @@ def test_each_name_is_the_one_that_an_ordinary_import_gives() -> None:
         "import sys, importlib\n"
         "if sys.argv[1:]: from peerloom.node.reexports import defer; defer(('hivemind', 'hivemind.utils'))\n"
         "import hivemind, hivemind.utils\n"
-        "for of, names in ((hivemind, 'DHT Optimizer Server __file__ __version__'), (hivemind.utils, 'MPFuture get_logger')):\n"
-        "    print([getattr(getattr(of, name), '__module__', getattr(of, name)) for name in names.split()], of.__path__)\n"
+        "found = [hivemind.DHT, hivemind.Optimizer, hivemind.utils.MPFuture, hivemind.utils.get_logger]\n"
+        "print([each.__module__ for each in found], hivemind.__version__, hivemind.__file__, hivemind.utils.__path__)\n"
     )
     deferred = run(f"import sys; sys.argv.append('defer')\n{code}")
     assert deferred == run(code) and "hivemind.dht.dht" in deferred
