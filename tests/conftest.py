@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import threading
@@ -17,6 +18,7 @@ import pytest
 from .helpers import HELD
 
 GRACE_S = 5.0  # a process or thread that is ending may still be seen
+gc.disable()  # a fifth of the time of collecting the tests, torch's import above all, would be the collector's
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,12 @@ async def no_task_left() -> AsyncIterator[None]:
         await asyncio.wait(left, timeout=GRACE_S)
     names = [repr(task) for task in left if not task.done()]
     assert not names, f"tasks left: {', '.join(names)}"
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not go through it again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
