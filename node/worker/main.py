@@ -8,7 +8,6 @@ obeys one command at a time. It ends when the daemon does: by a signal on Linux,
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from peerloom.node.parent import die_with
 from peerloom.node.seams import STEPS
 from peerloom.node.worker import messages
 from peerloom.protocol.errors import PeerloomError
@@ -30,7 +30,6 @@ from peerloom.protocol.errors import PeerloomError
 if TYPE_CHECKING:
     from peerloom.node.worker.tasks import Task
 
-PR_SET_PDEATHSIG = 1
 TELL_STEPS_S = 1.0
 LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
 
@@ -126,16 +125,6 @@ class Worker:
             self._progress(STEPS, float(self._steps))
 
 
-def die_with(parent_pid: int) -> None:
-    """Asks Linux to kill this process when its parent dies; elsewhere the pipe's end does it, a step later."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the request
-        raise SystemExit(0)
-
-
 def import_libraries() -> float:
     """Imports what every run needs; returns the seconds it took.
 
@@ -173,7 +162,7 @@ def guarded(pipe: Connection[Any, Any], run: Callable[[], None]) -> int:
 
 def prepare_process(parent_pid: int) -> None:
     """What every process of a worker does first."""
-    die_with(parent_pid)
+    die_with(parent_pid)  # where that cannot be, the pipe's end ends it, a step later
     for shared in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and service managers signal the whole group at once:
         signal.signal(shared, signal.SIG_IGN)  # what it means is the daemon's to say, which still drains with us
     faulthandler.enable()
