@@ -57,7 +57,8 @@ def optimizer_numel(model: nn.Module, train: TrainSpec) -> int:
         moments = 1 if name in hidden and train.optimizer == "muon" else 2
         total += moments * parameter.numel()
         if name in hidden and train.optimizer == "basis_rotated":
-            total += basis_numel(*parameter.shape, train)
+            rows, columns = parameter.shape
+            total += basis_numel(rows, columns, train)
     return total
 
 

@@ -25,7 +25,7 @@ import torch
 
 from tests.benchmarks.basis_rotation_cost import cost_rows
 from tests.benchmarks.basis_rotation_model import Size
-from tests.benchmarks.basis_rotation_plot import plot
+from tests.benchmarks.basis_rotation_plot import plot, plot_trends
 from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, sweep, target_loss
 from tests.benchmarks.basis_rotation_train import METHODS, Kind, Plan
 from tests.benchmarks.rows import Row, main
@@ -61,6 +61,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
             for part in (TELLING, kinds) if plan is MAIN else (kinds,):
                 run_missing(Curves(plan, RESULTS), part, GRID, range(2), arguments.processes)
     rows = [row for name, plan, kinds in plans for row in stored_rows(Curves(plan, RESULTS), kinds, name)]
+    if len(plans) > 1:
+        report_trends([plan for _, plan, _ in plans])
     return rows if arguments.stored else [*rows, *cost_rows(quick=False)]
 
 
@@ -95,16 +97,15 @@ def rows_of(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], trend: 
 
 
 def stored_rows(curves: Curves, kinds: Sequence[Kind], trend: str = "") -> list[Row]:
-    """Those of the kept runs, with a plot beside them; of two seeds where AdamW has both, nothing where it has none."""
-    for seeds in (range(2), range(1)):
-        if all(curves.rates("adamw", depth, seeds) for depth in (1, curves.plan.depth)):
-            rows = rows_of(curves, kinds, seeds, trend)
-            target = target_loss(curves, seeds)
-            path = RESULTS / f"slowdown{trend and '_' + trend}.png"
-            drawn = plot(curves, list(outcomes(curves, kinds, seeds, target).values()), seeds, target, path)
-            print(f"plot: {path.name}" if drawn else "no plot: install the extra `bench` for matplotlib")
-            return rows
-    return []
+    """Those of the kept runs, with a plot beside them."""
+    seeds = seeds_of(curves)
+    if not seeds:
+        return []
+    target = target_loss(curves, seeds)
+    path = RESULTS / f"slowdown{trend and '_' + trend}.png"
+    drawn = plot(curves, list(outcomes(curves, kinds, seeds, target).values()), seeds, target, path)
+    print(f"plot: {path.name}" if drawn else "no plot: install the extra `bench` for matplotlib")
+    return rows_of(curves, kinds, seeds, trend)
 
 
 def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:
@@ -122,6 +123,34 @@ def report(curves: Curves, found: Found, target: float) -> None:
         steps = " ".join("-" if one is None else f"{one:.0f}" for one in best.by_seed)
         edge = "  ON AN EDGE" if best.at_edge else ""
         print(f"{kind:13} P={depth:<3} lr {best.lr:<8g} steps {steps}  last loss {best.loss:.4f}{edge}")
+
+
+def report_trends(plans: Sequence[Plan]) -> None:
+    """How the slowdowns move with size and length: a table and a plot of what is kept."""
+    points: list[tuple[int, int, dict[Kind, float]]] = []
+    for plan in plans:
+        curves = Curves(plan, RESULTS)
+        if seeds := seeds_of(curves):
+            found = outcomes(curves, QUICK, seeds, target_loss(curves, seeds))
+            figures = {kind: slowdown(plan, found, kind) for kind in QUICK}
+            ratios = {kind: figure[0] / figure[1] for kind, figure in figures.items() if figure is not None}
+            points.append((plan.size.numel(), plan.steps, ratios))
+            told = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items())
+            share = ratios["2nd_bi"] / ratios["adamw"] if ratios.keys() >= {"2nd_bi", "adamw"} else None
+            print(
+                f"{plan.size.numel():>9,} parameters {plan.steps:>6,} steps {len(seeds)} seeds: {told}"
+                + ("" if share is None else f"; 2nd_bi over adamw {share:.2f}")
+            )
+    if points:
+        plot_trends(points, RESULTS / "slowdown_trends.png")
+
+
+def seeds_of(curves: Curves) -> Sequence[int]:
+    """Both where AdamW has both, none where it has none."""
+    for seeds in (range(2), range(1)):
+        if all(curves.rates("adamw", depth, seeds) for depth in (1, curves.plan.depth)):
+            return seeds
+    return ()
 
 
 def slowdown(plan: Plan, found: Found, kind: Kind) -> tuple[float, float, bool] | None:

@@ -49,10 +49,11 @@ class Curves:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             for line in lines:
                 self._keep(json.loads(line))
-        elif self.path is not None:
-            self.path.write_text(f'{{"plan": {shape}}}\n', encoding="utf-8")
+        self._head = f'{{"plan": {shape}}}\n'
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
+        if self.path is not None and not self.path.exists():
+            self.path.write_text(self._head, encoding="utf-8")
         for record in records:
             self._keep(record)
             if self.path is not None:

@@ -1,11 +1,11 @@
 """How soon a stage trains again whose host was killed, and what ten kills in a row cost the model that is trained.
 
-Real nodes under load, one of four stages drawn and killed -9 time after time; the victim comes back as the next standby.
-`recovery_s` goes from the kill to the first update of the stage under its next host, the standby, whose worker process
-is warm; its baseline is what is allowed, the heartbeat's end and ten seconds. `recovery_loss` is the held-out loss where
-the run with the kills ends against the mean of undisturbed runs of the same spec at the same update, and says how far
-these are apart: nodes draw their batches by who they are, so no two runs are the same. One smoothing rule: a loss is the
-mean of the last 5 evaluations.
+Real nodes under load, one of four stages drawn and killed -9 time after time; the victim comes back as the next
+standby. `recovery_s` goes from the kill to the first update of the stage under its next host, the standby, whose worker
+process is warm; its baseline is what is allowed, the heartbeat's end and ten seconds. `recovery_loss` is the held-out
+loss where the run with the kills ends against the mean of undisturbed runs of the same spec at the same update, and
+says how far these are apart: nodes draw their batches by who they are, so no two runs are the same. One smoothing rule:
+a loss is the mean of the last 5 evaluations.
 
 `--quick`: one kill, no loss. Without a flag: 3 kills and 2 undisturbed runs. `--full`: 10 and 3. Finished runs are kept
 in results/pipeline/recovery.jsonl and not run again; without the file all are. Part of `tests.benchmarks.pipeline` too.
@@ -111,8 +111,8 @@ def recovery_row(run: Run) -> Row:
         unit="s",
         baseline="allowed: heartbeat's end and 10 s",
         baseline_value=DEAD_AFTER_S + ALLOWED_S,
-        setting=f"{run.kills} kills -9 in a row, each of a stage of {STAGES} under load, to the new host's first update; "
-        f"longest {max(run.recoveries):.1f} s; all on one machine, the standby's worker warm",
+        setting=f"{run.kills} kills -9 in a row, each of a stage of {STAGES} under load, to the new host's first "
+        f"update; longest {max(run.recoveries):.1f} s; all on one machine, the standby's worker warm",
     )
 
 
@@ -133,8 +133,8 @@ def loss_row(killed: Run, quiet: list[Run]) -> Row:
         baseline=f"mean of {len(quiet)} undisturbed runs",
         baseline_value=fmean(theirs),
         setting=f"{killed.kills} kills in {last} updates; undisturbed {', '.join(f'{loss:.4f}' for loss in theirs)}, "
-        f"their standard deviation {noise:.4f} over {len(points(last))} points of the curve; {away:.4f} apart, {verdict} "
-        f"3 of these; farthest on the way {max(apart):.4f}; a loss is the mean of {MEAN_OF} evaluations",
+        f"their standard deviation {noise:.4f} over {len(points(last))} points of the curve; {away:.4f} apart, "
+        f"{verdict} 3 of these; farthest on the way {max(apart):.4f}; a loss is the mean of {MEAN_OF} evaluations",
     )
 
 
