@@ -42,11 +42,13 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def processes_of(session: int) -> list[psutil.Process]:
-    """All live processes of a session, zombies left out."""
+    """All live processes of a node's session, and its workers, which are told its pid; zombies left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            command = process.cmdline()
+            worker = str(session) in command and any(one.startswith("peerloom.node.worker.") for one in command)
+            if (worker or os.getsid(process.pid) == session) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

@@ -8,6 +8,7 @@ obeys one command at a time. It ends when the daemon does: by a signal on Linux,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -20,6 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerloom.node.seams import STEPS
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 TELL_STEPS_S = 1.0
+AUTOGROUP = Path("/proc/self/autogroup")
 LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
 
 
@@ -89,6 +92,7 @@ class Worker:
     def _start(self, command: messages.Start) -> messages.Started:
         from peerloom.node.worker.tasks import open_task
 
+        step_back(command.setup.nice)  # only now: what is imported before is waited for
         task = self._task = open_task(command.setup, self._memory_fd, self._progress, self._ranks)
         return messages.Started(task.ready(), task.layout, {"imports": self._imports_s, **task.phases})
 
@@ -123,6 +127,20 @@ class Worker:
         if now - self._told_at >= TELL_STEPS_S:
             self._told_at = now
             self._progress(STEPS, float(self._steps))
+
+
+def step_back(nice: int) -> None:
+    """Lowers this process's priority to `nice`, 0 to 19, where it is not as low already.
+
+    Of the threads that exist it is the calling one's; those started later have it from there. A Linux that shares the
+    CPU out by sessions (sched_autogroup) heeds it within a session alone: there it gets one of its own, as nice.
+    """
+    nice = max(nice, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if AUTOGROUP.exists() and os.getsid(0) != os.getpid():
+        os.setsid()
+        with contextlib.suppress(OSError):  # it may be read-only, in a container: then as nice as can be
+            AUTOGROUP.write_text(f"{nice}")
 
 
 def die_with(parent_pid: int) -> None:
