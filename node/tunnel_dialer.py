@@ -81,8 +81,9 @@ class TunnelEndpoint:
         assert self._local is not None  # the event says so
         self._judge(await join(self._local, self._stream, self._moved, ending=self._ending))
 
-    async def _moved(self, size: int) -> None:
+    def _moved(self, size: int) -> float:
         self._dialer.count("tunnel_sent_bytes", float(size))
+        return 0.0
 
     def _judge(self, ending: Ending) -> None:
         """What the end says of the relay: one in order, asked for by this side, says nothing."""
@@ -123,9 +124,7 @@ class TunnelEndpoint:
     def cut(self) -> None:
         """Ends the tunnel now: its relay is lost, and has been judged for it."""
         self._scored = True
-        if self._local is not None:
-            self._local[1].transport.abort()
-        elif self._task is not None:
+        if self._task is not None:
             self._task.cancel()
 
     async def ended(self) -> None:
