@@ -1,7 +1,7 @@
 """Moves the bytes of a tunnel: blindly at a relay, and in frames where it ends at a local socket.
 
-Inside the kernel where that can be (node/tunnel_splice.py), and as here otherwise. Back-pressure is that of the sockets:
-nothing is read while what was read before cannot be written.
+Inside the kernel where that can be (node/tunnel_splice.py), and as here otherwise. Back-pressure is that of the
+sockets: nothing is read while what was read before cannot be written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from peerloom.node.p2pd import Stream
 from peerloom.node.tunnel_splice import Inward, Moved, Outward, Way
@@ -21,6 +22,8 @@ from peerloom.protocol.errors import LinkError, PeerError
 READ_BYTES = 1 << 18
 IDLE_S = 120.0  # without a byte either way: grpc's keepalive asks every 10 s while a call is under way
 FLUSH_S = 5.0  # what is written last may take so long
+
+Copying = Callable[[], Coroutine[None, None, None]]
 
 
 @dataclass(slots=True)
@@ -73,12 +76,14 @@ async def join(
     try:
         async with _idle(passing, idle_s) as moved, taken(local, stream) as sockets:
             heard = _hearing(moved, ending)
+            outward: Copying
+            inward: Copying
             if sockets is None:
-                outward, inward = _outward(local[0], stream[1], moved), _inward(stream[0], local[1], heard)
+                outward = partial(_outward, local[0], stream[1], moved)
+                inward = partial(_inward, stream[0], local[1], heard)
             else:
-                out = Outward(sockets.one, sockets.other, sockets.there, sockets.early_one, moved, READ_BYTES)
-                into = Inward(sockets.other, sockets.one, sockets.back, sockets.early_other, heard, READ_BYTES)
-                outward, inward = out.run(), into.run()
+                outward = Outward(sockets.one, sockets.other, sockets.there, sockets.early_one, moved, READ_BYTES).run
+                inward = Inward(sockets.other, sockets.one, sockets.back, sockets.early_other, heard, READ_BYTES).run
             await _both(_then(outward, ending.local_ended), _then(inward, ending.far_ended))
     except TimeoutError:
         ending.error = LinkError(f"nothing has moved for {idle_s:.0f} s")
@@ -148,8 +153,8 @@ def _hearing(moved: Moved, ending: Ending) -> Moved:
     return heard
 
 
-async def _then(way: Coroutine[None, None, None], note: Callable[[], None]) -> None:
-    await way
+async def _then(way: Copying, note: Callable[[], None]) -> None:
+    await way()
     note()
 
 

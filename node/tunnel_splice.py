@@ -41,16 +41,24 @@ class Way:
     async def run(self) -> None:
         """Returns once all is written; raises OSError or PeerError."""
         try:
-            self._pass(self._take_early())
+            await self._pass_early()
+            self._write()
             await self._over
         finally:
             self._wait_for()
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _take_early(self) -> int:
-        self._head = self._early
-        return len(self._early)
+    async def _pass_early(self) -> None:
+        for at in range(0, len(self._early), self._piece_bytes):
+            piece = self._early[at : at + self._piece_bytes]
+            if (seconds := self._moved(len(piece))) > 0:
+                await asyncio.sleep(seconds)
+            await self._loop.sock_sendall(self._sink, self._framed(piece))
+        self._early = b""
+
+    def _framed(self, early: bytes) -> bytes:
+        return early
 
     def _fill(self) -> int:
         """Takes what is there; returns how much it is. BlockingIOError says that it is nothing yet."""
@@ -123,9 +131,8 @@ class Way:
 class Outward(Way):
     """From a local socket into a tunnel: each piece a frame, and the frame that ends the direction last."""
 
-    def _take_early(self) -> int:
-        self._head = tunnel.frame_head(len(self._early)) + self._early if self._early else b""
-        return len(self._early)
+    def _framed(self, early: bytes) -> bytes:
+        return tunnel.frame_head(len(early)) + early
 
     def _fill(self) -> int:
         size = super()._fill()
@@ -134,9 +141,7 @@ class Outward(Way):
 
 
 class Inward(Way):
-    """Out of a tunnel to a local socket; raises LinkError when it breaks off, MalformedMessage for frames that are none.
-
-    """
+    """Out of a tunnel to a local socket; raises LinkError when it breaks off, MalformedMessage for a wrong frame."""
 
     def __init__(
         self, source: socket.socket, sink: socket.socket, pipe: Pipe, early: bytes, moved: Moved, piece_bytes: int
@@ -144,10 +149,10 @@ class Inward(Way):
         super().__init__(source, sink, pipe, early, moved, piece_bytes)
         self._unframer = tunnel.Unframer()
 
-    def _take_early(self) -> int:
-        self._head = b"".join(self._unframer.feed(self._early))
+    def _framed(self, early: bytes) -> bytes:
+        payload = b"".join(self._unframer.feed(early))
         self._last = self._unframer.ended
-        return len(self._early)
+        return payload
 
     def _fill(self) -> int:
         if not self._unframer.left:
