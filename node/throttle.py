@@ -102,6 +102,8 @@ class Traffic:
         """Counts `size` bytes that came for somebody else and leave again; in how many seconds both caps let them."""
         self.received += size
         self.sent += size
+        if self._up is None and self._down is None:
+            return 0.0
         now = self._clock.monotonic()
         caps = [bucket for bucket in (self._up, self._down) if bucket is not None]
         return max((cap.wait_s(size, now) for cap in caps), default=0.0)

@@ -124,6 +124,8 @@ class TunnelEndpoint:
     def cut(self) -> None:
         """Ends the tunnel now: its relay is lost, and has been judged for it."""
         self._scored = True
+        if self._local is not None:
+            self._local[1].transport.abort()
         if self._task is not None:
             self._task.cancel()
 
@@ -133,6 +135,8 @@ class TunnelEndpoint:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._server is not None:
             self._server.close()
+        if self._local is not None:
+            self._local[1].close()
         self._stream[1].close()
 
     async def stop(self) -> None:

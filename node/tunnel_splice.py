@@ -27,6 +27,7 @@ class Way:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._source, self._sink = source, sink
+        self._from, self._to = source.fileno(), sink.fileno()
         self._out_of, self._into = pipe
         self._early = early
         self._moved = moved
@@ -35,6 +36,7 @@ class Way:
         self._held = 0  # bytes in the pipe
         self._last = False  # no more than that
         self._over: asyncio.Future[None] = self._loop.create_future()
+        self._error: Exception | None = None
         self._reads = self._writes = False  # what is waited for
         self._timer: asyncio.TimerHandle | None = None
 
@@ -44,6 +46,8 @@ class Way:
             await self._pass_early()
             self._write()
             await self._over
+            if self._error is not None:
+                raise self._error
         finally:
             self._wait_for()
             if self._timer is not None:
@@ -67,7 +71,7 @@ class Way:
         return size
 
     def _splice_in(self, most: int) -> int:
-        self._held = os.splice(self._source.fileno(), self._into, most)
+        self._held = os.splice(self._from, self._into, most)
         return self._held
 
     def _readable(self) -> None:
@@ -90,11 +94,11 @@ class Way:
             while self._head:
                 self._head = self._head[self._sink.send(self._head) :]
             while self._held:
-                self._held -= os.splice(self._out_of, self._sink.fileno(), self._held)
+                self._held -= os.splice(self._out_of, self._to, self._held)
             if self._last:
                 self._close_sink()
                 self._end(None)
-            else:
+            elif not self._reads:
                 self._wait_for(source=True)
         except BlockingIOError:
             self._wait_for(sink=True)
@@ -106,26 +110,23 @@ class Way:
 
     def _end(self, error: Exception | None) -> None:
         self._wait_for()
-        if self._over.done():
-            return
-        if error is None:
+        self._error = error
+        if not self._over.done():  # the one who waits may have been cancelled just now
             self._over.set_result(None)
-        else:
-            self._over.set_exception(error)
 
     def _wait_for(self, *, source: bool = False, sink: bool = False) -> None:
         if source != self._reads:
             self._reads = source
             if source:
-                self._loop.add_reader(self._source.fileno(), self._readable)
+                self._loop.add_reader(self._from, self._readable)
             else:
-                self._loop.remove_reader(self._source.fileno())
+                self._loop.remove_reader(self._from)
         if sink != self._writes:
             self._writes = sink
             if sink:
-                self._loop.add_writer(self._sink.fileno(), self._write)
+                self._loop.add_writer(self._to, self._write)
             else:
-                self._loop.remove_writer(self._sink.fileno())
+                self._loop.remove_writer(self._to)
 
 
 class Outward(Way):

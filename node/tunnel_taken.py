@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 from peerloom.node.p2pd import Stream
@@ -52,11 +53,24 @@ async def taken(one: Stream, other: Stream) -> AsyncIterator[Taken | None]:
 def _again(stream: Stream) -> socket.socket:
     """The stream's socket by a handle of our own: a loop lets nobody watch a handle that a transport has."""
     under = stream[1].get_extra_info("socket")
-    if not hasattr(os, "splice") or under is None:
+    if under is None or not hasattr(os, "splice") or not _kernel_splices():
         raise NotImplementedError
     made = socket.socket(fileno=os.dup(under.fileno()))
     made.setblocking(False)
     return made
+
+
+@cache
+def _kernel_splices() -> bool:
+    """Whether it does so with sockets; that of a sandbox may not."""
+    with ExitStack() as held:
+        one, other = (held.enter_context(end) for end in socket.socketpair())
+        out_of, into = _pipe(held)
+        one.send(b"?")
+        try:
+            return os.splice(other.fileno(), into, 1) == os.splice(out_of, other.fileno(), 1)
+        except OSError:
+            return False
 
 
 def _pipe(held: ExitStack) -> Pipe:
