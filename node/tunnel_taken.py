@@ -14,6 +14,7 @@ from typing import cast
 from peerloom.node.p2pd import Stream
 
 EARLY_BYTES = 1 << 20  # more than a reader holds
+BUFFER_BYTES = 1 << 19  # waiting in a socket, for fewer wake-ups: Linux makes it twice that, wmem_max allowing
 
 Pipe = tuple[int, int]  # its reading and its writing end
 
@@ -57,6 +58,7 @@ def _again(stream: Stream) -> socket.socket:
         raise NotImplementedError
     made = socket.socket(fileno=os.dup(under.fileno()))
     made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     return made
 
 
