@@ -222,6 +222,17 @@ class P2pDaemon:
         found = {PeerId(str(PeerID(info.id))): _multiaddrs(info.addrs) for info in response.peers}
         return {peer: addresses[0] for peer, addresses in found.items() if addresses}
 
+    async def hosts_of(self, peer_id: PeerId) -> tuple[str, ...]:
+        """The IP addresses at the far ends of the connections to a peer; raises as connect does."""
+        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2
+
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), CALL_TIMEOUT_S)
+        wanted = PeerID.from_base58(peer_id).to_bytes()
+        found = [_multiaddrs(info.addrs) for info in response.peers if info.id == wanted]
+        split = [address.split("/") for addresses in found for address in addresses]
+        return tuple(dict.fromkeys(parts[2] for parts in split if parts[1] in ("ip4", "ip6")))
+
     async def _request(self, request: Any, timeout_s: float) -> Any:
         """One call over p2pd's control socket (hivemind's own leave the socket open when they are cancelled)."""
         from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg

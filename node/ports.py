@@ -44,20 +44,26 @@ def hold_port(host: str, port: int) -> HeldPort:
 
     Raises PortInUse when something else has it, ConfigError when this machine cannot bind it at all.
     """
+    held = bound(host, port)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return HeldPort(host, held.getsockname()[1], held)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to `port` on the IP address `host`, 0 for a free one; raises as hold_port."""
     family = _family(host)
-    held = socket.socket(family, socket.SOCK_STREAM)
+    made = socket.socket(family, socket.SOCK_STREAM)
     try:
         # REUSEADDR alone passes over TIME_WAIT left by a former life, never over a live socket of another node.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind((host, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
     except OSError as error:
-        held.close()
+        made.close()
         raise _explain(error, host, port) from error
-    return HeldPort(host, held.getsockname()[1], held)
+    return made
 
 
 class RememberedPorts:

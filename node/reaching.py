@@ -15,8 +15,9 @@ from peerloom.node.port_mapping import PortMapping
 from peerloom.node.reach import ReachDriver
 from peerloom.node.seams import Clock
 from peerloom.node.throttle import Traffic
-from peerloom.node.tunnel import Count, Tunnels
+from peerloom.node.tunnel import Tunnels
 from peerloom.node.tunnel_dialer import RecordOf, TunnelDialer
+from peerloom.node.tunnel_legs import Count
 from peerloom.node.view import SwarmView
 from peerloom.protocol.reach import Reachability
 from peerloom.protocol.relay_choice import RelayBook

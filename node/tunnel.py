@@ -1,21 +1,23 @@
-"""This node's end of `peerloom/tunnel/1`: takes tunnels that are brought, relays others', opens its own."""
+"""This node's end of `peerloom/tunnel/2`: takes tunnels that are brought, relays others', opens its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, Stream
 from peerloom.node.seams import Clock
 from peerloom.node.throttle import Traffic
+from peerloom.node.tunnel_leg_dial import LegDialer
+from peerloom.node.tunnel_legs import Count, LegPort, Place
 from peerloom.node.tunnel_pump import READ_BYTES, hang_up, join, relay
 from peerloom.protocol import tunnel
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
 from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
-from peerloom.protocol.tunnel import DeliverFrom, Header, Keep, OpenTo, Refusal, TunnelRefused
+from peerloom.protocol.tunnel import DeliverFrom, Header, Keep, Offer, OpenTo, Refusal, TunnelRefused
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
@@ -23,9 +25,10 @@ log = logging.getLogger(__name__)
 HEADER_S = 3.0  # from a stream's first sign of life to the end of its header
 SETUP_S = 6.0  # to open a tunnel, the relay's own step to the target included
 FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connection of its own
+LEG_S = 2.0  # for the one who opens, to say by which way
 KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
 
-Count = Callable[[str, float], None]
+Taken = Literal["taken", "moved"] | Offer
 
 
 class Tunnels:
@@ -52,6 +55,8 @@ class Tunnels:
         self._my_relays = my_relays
         self._allowed = allowed
         self._count = count
+        self._leg_port = LegPort(count)
+        self._leg_dialer = LegDialer(clock)
         self._daemon: P2pDaemon | None = None
         self._server: tuple[str, int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -61,6 +66,13 @@ class Tunnels:
     def serve(self, host: str, port: int) -> None:
         """Names the local grpc server, at which tunnels to this node end; until then they are refused."""
         self._server = (host, port)
+
+    def listen(self, hosts: Sequence[str], port: int) -> int:
+        """Has a TCP port at which ends may take their legs of the tunnels relayed here, 0 for a free one; returns it.
+
+        Raises PortInUse or ConfigError.
+        """
+        return self._leg_port.listen(hosts, port)
 
     async def attach(self, daemon: P2pDaemon) -> None:
         """Takes streams from a life of p2pd, and opens them by it, in place of a former one; raises PeerloomError."""
@@ -96,9 +108,62 @@ class Tunnels:
             raise LinkError("the libp2p daemon does not run now")
         try:
             async with asyncio.timeout(SETUP_S):
-                return await _ask(self._daemon, via, header, SETUP_S)
+                stream, taken = await _ask(self._daemon, via, header, SETUP_S)
+                if isinstance(taken, Offer) and isinstance(header, OpenTo):
+                    return await self._by_leg(stream, via, taken)
         except TimeoutError:
             raise LinkError(f"no tunnel through {via} within {SETUP_S:.0f} s") from None
+        if taken != "taken":
+            stream[1].close()
+            raise MalformedMessage(f"{via} offers what it may not")
+        return stream
+
+    async def _by_leg(self, stream: Stream, relay: PeerId, offer: Offer | None) -> Stream:
+        """What this end's leg goes by, of which the relay is told: the connection it offers, or else the stream."""
+        leg = None
+        try:
+            if offer is not None and not self._leg_dialer.left_alone(relay):
+                leg = await self._leg_dialer.dial(relay, await self._hosts_of(relay), offer)
+            stream[1].write(tunnel.encode_answer("taken" if leg is None else "moved"))
+            await stream[1].drain()
+        except BaseException as error:
+            for each in (stream, leg):
+                if each is not None:
+                    each[1].close()
+            if isinstance(error, OSError):
+                raise LinkError(f"{relay} broke the tunnel off before it stood") from None
+            raise
+        if leg is None:
+            self._count("tunnel_legs_libp2p", 1.0)
+            return stream
+        self._count("tunnel_legs_tcp", 1.0)
+        self._see_off(stream)
+        return leg
+
+    async def _hosts_of(self, relay: PeerId) -> tuple[str, ...]:
+        """Where libp2p has the very relay at the other end, whatever anybody says of it."""
+        if self._daemon is None:
+            return ()
+        try:
+            return await self._daemon.hosts_of(relay)
+        except (LinkError, TimeoutError):
+            return ()
+
+    def _see_off(self, stream: Stream) -> None:
+        """Closes the stream once the relay has: p2pd may drop what was written last, if this end is the first."""
+
+        async def see_off() -> None:
+            try:
+                async with asyncio.timeout(LEG_S):
+                    await stream[0].read(1)
+            except (OSError, TimeoutError):
+                pass
+            finally:
+                stream[1].close()
+
+        task = asyncio.create_task(see_off(), name="moved-tunnel")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def connect(self, peer: PeerId, multiaddrs: tuple[str, ...]) -> None:
         """Has libp2p dial a peer at addresses that it may not know; raises nothing."""
@@ -153,8 +218,8 @@ class Tunnels:
                     await self._end_here(stream, source, source, settle)
                 case OpenTo(target):
                     await self._forward(stream, source, target, settle)
-                case DeliverFrom(origin):
-                    await self._end_here(stream, source, origin, settle)
+                case DeliverFrom(origin, offer):
+                    await self._end_here(stream, source, origin, settle, offer)
                 case Keep(place):
                     await self._keep(stream, source, place, settle)
         finally:
@@ -177,7 +242,9 @@ class Tunnels:
             stream[1].write(tunnel.encode_answer(refusal))
             await hang_up(stream[1])
 
-    async def _end_here(self, stream: Stream, bearer: PeerId, origin: PeerId, settle: Callable[[], None]) -> None:
+    async def _end_here(
+        self, stream: Stream, bearer: PeerId, origin: PeerId, settle: Callable[[], None], offer: Offer | None = None
+    ) -> None:
         if self._server is None or not self._allowed(origin):
             return await self._refuse(stream, "unwilling")
         refusal = self.desk.deliver(bearer, origin, self._my_relays(), self._clock.monotonic())
@@ -191,7 +258,7 @@ class Tunnels:
             host, port = local[1].get_extra_info("sockname")[:2]
             self._origins[host, port] = f"{origin} by {bearer}"
             try:
-                await _answer(stream)
+                stream = await self._by_leg(stream, bearer, offer)
                 settle()
                 self._count("tunnels_delivered", 1.0)
                 await join(local, stream, self._passing("tunnel_bytes_in"))
@@ -212,7 +279,7 @@ class Tunnels:
             if isinstance(onward, str):
                 return await self._refuse(stream, onward)
             try:
-                await _answer(stream)
+                stream = await self._assent(stream, source)
                 settle()
                 self._count("tunnels_relayed", 1.0)
                 await self._carry(stream, onward, (source, target))
@@ -235,8 +302,11 @@ class Tunnels:
         if daemon is None:
             return "unreachable"
         try:
-            async with asyncio.timeout(FORWARD_S):
-                return await _ask(daemon, target, DeliverFrom(source), FORWARD_S)
+            with self._leg_port.offered() as place:
+                async with asyncio.timeout(FORWARD_S):
+                    header = DeliverFrom(source, None if place is None else place.offer)
+                    stream, taken = await _ask(daemon, target, header, FORWARD_S)
+                return self._chosen(stream, taken, place, target)
         except TunnelRefused as error:
             return error.refusal
         except TimeoutError:
@@ -245,6 +315,28 @@ class Tunnels:
         except PeerError as error:
             log.debug("%s is not reached for %s: %s", target, source, error)
         return "unreachable"
+
+    async def _assent(self, stream: Stream, source: PeerId) -> Stream:
+        """Tells the one who asked that the tunnel stands; returns what its leg goes by. Raises PeerError or OSError."""
+        with self._leg_port.offered() as place:
+            if place is None:
+                await _answer(stream)
+                return self._chosen(stream, "taken", None, source)
+            stream[1].write(tunnel.encode_answer("offered", place.offer))
+            await stream[1].drain()
+            async with asyncio.timeout(LEG_S):
+                return self._chosen(stream, await _taken(stream, source), place, source)
+
+    def _chosen(self, stream: Stream, taken: Taken, place: Place | None, end: PeerId) -> Stream:
+        if taken == "taken":
+            self._count("tunnel_legs_libp2p", 1.0)
+            return stream
+        stream[1].close()
+        leg = place.take() if place is not None and taken == "moved" else None
+        if leg is None:
+            raise MalformedMessage(f"{end} speaks of a connection that it has not made")
+        self._count("tunnel_legs_tcp", 1.0)
+        return leg
 
     async def _keep(self, stream: Stream, source: PeerId, place: bool, settle: Callable[[], None]) -> None:
         refusal = self.desk.keep(source, place, self._my_relays())
@@ -283,27 +375,38 @@ class Tunnels:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._leg_port.stop()
         self._daemon = None
 
 
-async def _ask(daemon: P2pDaemon, via: PeerId, header: Header, timeout_s: float) -> Stream:
+async def _ask(daemon: P2pDaemon, via: PeerId, header: Header, timeout_s: float) -> tuple[Stream, Taken]:
     """Opens a stream and has its header taken; raises LinkError, MalformedMessage or TimeoutError."""
     stream = await daemon.open_stream(via, tunnel.TUNNEL, timeout_s)
     try:
         stream[1].write(tunnel.encode_header(header))
         await stream[1].drain()
-        refusal = tunnel.decode_answer(await stream[0].readexactly(1))
-        if refusal is not None:
-            raise TunnelRefused(via, refusal)
-    except (OSError, asyncio.IncompleteReadError):
+        return stream, await _taken(stream, via)
+    except OSError:
         stream[1].close()
         raise LinkError(f"{via} broke the tunnel off before it stood") from None
     except BaseException:
         stream[1].close()
         raise
-    return stream
+
+
+async def _taken(stream: Stream, by: PeerId) -> Taken:
+    """How the other side takes the tunnel; raises TunnelRefused, LinkError, MalformedMessage or OSError."""
+    try:
+        answer = tunnel.decode_answer(await stream[0].readexactly(1))
+        if answer == "offered":
+            return tunnel.decode_offer(await stream[0].readexactly(tunnel.OFFER_BYTES))
+    except asyncio.IncompleteReadError:
+        raise LinkError(f"{by} broke the tunnel off before it stood") from None
+    if tunnel.is_refusal(answer):
+        raise TunnelRefused(by, answer)
+    return "moved" if answer == "moved" else "taken"
 
 
 async def _answer(stream: Stream) -> None:
-    stream[1].write(tunnel.encode_answer(None))
+    stream[1].write(tunnel.encode_answer("taken"))
     await stream[1].drain()

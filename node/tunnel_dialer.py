@@ -14,7 +14,8 @@ from peerloom.node import tunnel_keep
 from peerloom.node.dialer import Endpoint, PlainEndpoint
 from peerloom.node.p2pd import Stream
 from peerloom.node.seams import Clock
-from peerloom.node.tunnel import Count, Tunnels
+from peerloom.node.tunnel import Tunnels
+from peerloom.node.tunnel_legs import Count
 from peerloom.node.tunnel_pump import Ending, hang_up, join
 from peerloom.protocol.dial_order import relay_of, routes
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address
 from typing import cast
 
 from peerloom.node.p2pd import Stream
@@ -58,8 +59,14 @@ def _again(stream: Stream) -> socket.socket:
         raise NotImplementedError
     made = socket.socket(fileno=os.dup(under.fileno()))
     made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    if not _leads_far(made):
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     return made
+
+
+def _leads_far(connection: socket.socket) -> bool:
+    """Over a network, for which the kernel finds the size itself, beyond wmem_max, unless one was set."""
+    return connection.family != socket.AF_UNIX and not ip_address(connection.getpeername()[0]).is_loopback
 
 
 @cache

@@ -1,25 +1,33 @@
-"""The wire of `peerloom/tunnel/1`: what opens a libp2p stream of it, the answer, and the frames that follow.
+"""The wire of `peerloom/tunnel/2`: what opens a libp2p stream of it, the answer, and the frames that follow.
 
 A stream begins with one header: a byte of length, a byte that names the kind, and the kind's operand. One byte answers
 it: 0, or why not. An opened tunnel then carries frames each way, a frame of length 0 ending its direction: libp2p's
 daemon closes both at once, so a half-close must be told inside. A relay copies the frames and reads none of them.
+
+A relay that listens on a TCP port of its own offers it with a token, to the target in the header and to the one who
+opens in the answer. An end that reaches the port shows the token there, waits for LEG_ACK, and answers MOVED: the
+frames of its leg then go over that connection, and the stream is closed. One that does not answers TAKEN.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeGuard, get_args
 
 from peerloom.protocol import checks, limits
 from peerloom.protocol.errors import LinkError, MalformedMessage
 from peerloom.protocol.types import PeerId
 
-TUNNEL: Final = "peerloom/tunnel/1"
-MAX_HEADER_BYTES: Final = 1 + limits.MAX_PEER_ID_CHARS  # after the byte of length
+TUNNEL: Final = "peerloom/tunnel/2"
+TOKEN_BYTES: Final = 16
+OFFER_BYTES: Final = 2 + TOKEN_BYTES
+MAX_HEADER_BYTES: Final = 1 + OFFER_BYTES + limits.MAX_PEER_ID_CHARS  # after the byte of length
 MAX_FRAME_BYTES: Final = 1 << 20  # of one frame; nothing is allocated on its word
 FRAME_HEAD_BYTES: Final = 4
 END: Final = bytes(FRAME_HEAD_BYTES)  # the frame that ends a direction
-TAKEN: Final = 0
+GREETING_BYTES: Final = 32  # that a leg's connection begins with
+LEG_ACK: Final = b"!"  # answers them
 PING: Final = b"?"  # on a stream that keeps a relay; one byte of load answers it
 
 Refusal = Literal[
@@ -32,7 +40,20 @@ Refusal = Literal[
     "busy",  # the relay has all the tunnels it may have
     "unreachable",  # the target no longer answers
 ]
+Assent = Literal[
+    "taken",  # on this stream
+    "moved",  # on the connection that was offered
+    "offered",  # either; an offer follows, and the one who opens has the next word
+]
+Answer = Refusal | Assent
 _REFUSALS: tuple[Refusal, ...] = get_args(Refusal)
+_CODES: dict[Answer, int] = {
+    "taken": 0,
+    **{refusal: 1 + index for index, refusal in enumerate(_REFUSALS)},
+    "moved": 254,
+    "offered": 255,
+}
+_ANSWERS: dict[int, Answer] = {code: answer for answer, code in _CODES.items()}
 _SAID: dict[Refusal, str] = {
     "malformed": "it does not understand the request",
     "unknown": "the target holds no place at it",
@@ -46,6 +67,19 @@ _SAID: dict[Refusal, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """A port of the relay's, and the secret that is good for one connection there."""
+
+    port: int
+    token: bytes
+
+    @property
+    def greeting(self) -> bytes:
+        """What shows the token: a hash, or a relay could have an end send any bytes to any port of its host."""
+        return hashlib.sha256(b"peerloom/tunnel/2" + self.token).digest()
+
+
+@dataclass(frozen=True, slots=True)
 class OpenTo:
     """Asks for a tunnel to `target`: to this very node, or to one that holds a place at it."""
 
@@ -54,9 +88,10 @@ class OpenTo:
 
 @dataclass(frozen=True, slots=True)
 class DeliverFrom:
-    """A relay brings a tunnel that `origin` asked it for."""
+    """A relay brings a tunnel that `origin` asked it for, and may offer a connection for it."""
 
     origin: PeerId
+    offer: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +109,8 @@ def encode_header(header: Header) -> bytes:
     match header:
         case OpenTo(peer):
             body = b"o" + peer.encode()
-        case DeliverFrom(peer):
-            body = b"d" + peer.encode()
+        case DeliverFrom(peer, offer):
+            body = (b"d" if offer is None else b"D" + _offer_bytes(offer)) + peer.encode()
         case Keep(place):
             body = b"k" + (b"1" if place else b"0")
     return bytes([len(body)]) + body
@@ -83,29 +118,52 @@ def encode_header(header: Header) -> bytes:
 
 def decode_header(body: bytes) -> Header:
     """What follows the byte of length; raises MalformedMessage."""
-    try:
-        kind, operand = body[:1], body[1:].decode("ascii")
-    except UnicodeDecodeError:
-        raise MalformedMessage("a tunnel's header that is not ASCII") from None
+    kind, operand = body[:1], body[1:]
     if kind == b"o":
-        return OpenTo(PeerId(checks.peer_id("tunnel's target", operand)))
+        return OpenTo(_peer("tunnel's target", operand))
     if kind == b"d":
-        return DeliverFrom(PeerId(checks.peer_id("tunnel's origin", operand)))
-    if kind == b"k" and operand in ("0", "1"):
-        return Keep(operand == "1")
+        return DeliverFrom(_peer("tunnel's origin", operand))
+    if kind == b"D":
+        return DeliverFrom(_peer("tunnel's origin", operand[OFFER_BYTES:]), decode_offer(operand[:OFFER_BYTES]))
+    if kind == b"k" and operand in (b"0", b"1"):
+        return Keep(operand == b"1")
     raise MalformedMessage("a tunnel's header of a kind not known here")
 
 
-def encode_answer(refusal: Refusal | None) -> bytes:
-    """One byte."""
-    return bytes([TAKEN if refusal is None else 1 + _REFUSALS.index(refusal)])
+def _peer(what: str, operand: bytes) -> PeerId:
+    try:
+        return PeerId(checks.peer_id(what, operand.decode("ascii")))
+    except UnicodeDecodeError:
+        raise MalformedMessage("a tunnel's header that is not ASCII") from None
 
 
-def decode_answer(data: bytes) -> Refusal | None:
-    """None when the tunnel stands; raises MalformedMessage."""
-    if len(data) != 1 or data[0] > len(_REFUSALS):
+def encode_answer(answer: Answer, offer: Offer | None = None) -> bytes:
+    """One byte; an offer follows "offered"."""
+    return bytes([_CODES[answer]]) + (b"" if offer is None else _offer_bytes(offer))
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Of one byte; raises MalformedMessage."""
+    if len(data) != 1 or data[0] not in _ANSWERS:
         raise MalformedMessage("no answer to a tunnel's header")
-    return None if data[0] == TAKEN else _REFUSALS[data[0] - 1]
+    return _ANSWERS[data[0]]
+
+
+def is_refusal(answer: Answer) -> TypeGuard[Refusal]:
+    """Whether the tunnel does not stand."""
+    return answer in _SAID
+
+
+def _offer_bytes(offer: Offer) -> bytes:
+    return offer.port.to_bytes(2, "big") + offer.token
+
+
+def decode_offer(data: bytes) -> Offer:
+    """Of OFFER_BYTES; raises MalformedMessage."""
+    port = int.from_bytes(data[:2], "big")
+    if len(data) != OFFER_BYTES or not port:
+        raise MalformedMessage("no offer of a connection for a tunnel")
+    return Offer(port, data[2:])
 
 
 class TunnelRefused(LinkError):

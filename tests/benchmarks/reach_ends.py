@@ -165,6 +165,7 @@ async def _relay(pipe: Connection[Any, Any]) -> None:
     with tempfile.TemporaryDirectory() as name:
         identity = load_or_create(Path(name) / "identity.key")
         discovery, reaching = await _join(identity, Path(name), [], SystemClock())
+        reaching.tunnels.listen(("127.0.0.1",), 0)
         try:
             pipe.send(((await discovery.invites())[0], identity.peer_id, discovery.p2pd_pid))
             await received(pipe)

@@ -38,7 +38,7 @@ class ReachMember:
 
 @dataclass
 class ReachSwarm:
-    """The first member is everybody's seed; `hide` gives out addresses at which nobody answers."""
+    """The first member is everybody's seed."""
 
     folder: Path
     members: list[ReachMember] = field(default_factory=list)
@@ -48,7 +48,10 @@ class ReachSwarm:
     def __post_init__(self) -> None:
         self._dht = DhtSwarm(self.folder)
 
-    async def join(self, limits: DeskLimits | None = None, caps: Caps = NO_CAPS, **changes: Any) -> ReachMember:
+    async def join(
+        self, limits: DeskLimits | None = None, caps: Caps = NO_CAPS, *, leg_port: bool = True, **changes: Any
+    ) -> ReachMember:
+        """With `leg_port` the legs of what it relays go over TCP."""
         member = await self._dht.join()
         counted: dict[str, float] = {}
         relays: set[PeerId] = set()
@@ -62,6 +65,8 @@ class ReachSwarm:
         )
         reaching._own_relays.append(lambda: frozenset(relays))
         await member.dht().attach(reaching.tunnels.attach)
+        if leg_port:
+            reaching.tunnels.listen(("127.0.0.1",), 0)
         certificate = make_certificate(NOW)
         transport = GrpcTransport(
             identity=member.identity,

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from peerloom.protocol import tunnel
 from peerloom.protocol.errors import MalformedMessage, PeerError
-from peerloom.protocol.tunnel import DeliverFrom, Keep, OpenTo, Unframer
+from peerloom.protocol.tunnel import DeliverFrom, Keep, Offer, OpenTo, Unframer
 from peerloom.protocol.types import PeerId
 
 PEER = PeerId("12D3KooW" + "A" * 44)
+OFFER = Offer(40_001, bytes(range(240, 256)))
+OFFERED = OFFER.port.to_bytes(2, "big") + OFFER.token
 
 
-@pytest.mark.parametrize("header", [OpenTo(PEER), DeliverFrom(PEER), Keep(True), Keep(False)])
+@pytest.mark.parametrize("header", [OpenTo(PEER), DeliverFrom(PEER), DeliverFrom(PEER, OFFER), Keep(True), Keep(False)])
 def test_a_header_comes_back(header: tunnel.Header) -> None:
     data = tunnel.encode_header(header)
     assert data[0] == len(data) - 1 <= tunnel.MAX_HEADER_BYTES
@@ -32,20 +34,38 @@ def test_a_header_that_is_none_is_refused(data: bytes) -> None:
     assert tunnel.encode_header(header)[1:] == data
 
 
-@pytest.mark.parametrize("body", [b"", b"o", b"x" + PEER.encode(), b"k", b"k2", b"o../..", b"o\xff", b"d" + b"A" * 65])
+NO_HEADERS = [b"", b"o", b"x" + PEER.encode(), b"k", b"k2", b"o../..", b"o\xff", b"d" + b"A" * 65]
+NO_HEADERS += [b"D", b"D" + OFFERED, b"D" + OFFERED[1:], b"D\0\0" + OFFERED[2:] + PEER.encode()]
+
+
+@pytest.mark.parametrize("body", NO_HEADERS)
 def test_these_are_no_headers(body: bytes) -> None:
     with pytest.raises(MalformedMessage):
         tunnel.decode_header(body)
 
 
 def test_every_answer_comes_back_and_says_why() -> None:
-    assert tunnel.decode_answer(tunnel.encode_answer(None)) is None
+    for answer in tunnel._CODES:
+        assert tunnel.decode_answer(tunnel.encode_answer(answer)) == answer
+        assert tunnel.is_refusal(answer) == (answer not in ("taken", "moved", "offered"))
     for refusal in tunnel._REFUSALS:
-        assert tunnel.decode_answer(tunnel.encode_answer(refusal)) == refusal
         assert tunnel._SAID[refusal] in str(tunnel.TunnelRefused(PEER, refusal))
     for data in (b"", b"\x7f", b"\x00\x00"):
         with pytest.raises(MalformedMessage):
             tunnel.decode_answer(data)
+
+
+def test_an_offer_comes_back_behind_its_answer() -> None:
+    data = tunnel.encode_answer("offered", OFFER)
+    assert tunnel.decode_answer(data[:1]) == "offered" and tunnel.decode_offer(data[1:]) == OFFER
+    for bad in (b"", data[1:-1], data[1:] + b"x", b"\0\0" + data[3:]):
+        with pytest.raises(MalformedMessage):
+            tunnel.decode_offer(bad)
+
+
+def test_a_greeting_shows_the_token_and_is_not_bytes_of_the_relays_choice() -> None:
+    assert len(OFFER.greeting) == tunnel.GREETING_BYTES
+    assert OFFER.token not in OFFER.greeting and OFFER.greeting != Offer(OFFER.port, bytes(16)).greeting
 
 
 def framed(*parts: bytes) -> bytes:
