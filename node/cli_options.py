@@ -66,6 +66,10 @@ def _node(
         bool | None,
         typer.Option("--relay/--no-relay", help="Carry calls to peers behind routers.", rich_help_panel=_NODE),
     ] = None,
+    relay_port: Annotated[
+        int | None,
+        typer.Option(help="Port for what it carries; 0: a free one, kept over restarts.", rich_help_panel=_NODE),
+    ] = None,
     relay_rate: Annotated[
         int | None, typer.Option(help="Bytes a second carried for others at most.", rich_help_panel=_NODE)
     ] = None,

@@ -79,11 +79,14 @@ class NodeConfig(BaseSettings):
     )
     announce: tuple[str, ...] = _setting(
         (),
-        "public addresses of this node, if others than it listens on; HOST stands for both ports, HOST:PORT for the "
+        "public addresses of this node, if others than it listens on; HOST stands for every port, HOST:PORT for the "
         "one for calls",
         "a list of HOST or HOST:PORT, IPv6 in []",
     )
     relay: bool = _setting(True, "carry calls to peers that cannot be dialled, if this node can be", "true or false")
+    relay_port: int = _setting(
+        0, "TCP port for what is carried for others; 0: a free one, the same at every start", _PORT, ge=0, le=65535
+    )
     relay_rate: int = _setting(
         0,
         "bytes a second carried for others at most; 0: the smaller of max_upload and max_download",

@@ -138,6 +138,7 @@ async def _run_node(
         stack.enter_context(lock_identity(folders.identity_file))
         ports = RememberedPorts(folders.ports_file)
         grpc_port = ports.choose("grpc", config.listen[0], config.grpc_port)
+        relay_port = ports.choose("relay", config.listen[0], config.relay_port) if config.relay else 0
         log_context = logs.bind(run="", peer=identity.peer_id)
         workers = Workers(max(1, len(config.devices)))
         if role == "trainer":
@@ -173,6 +174,8 @@ async def _run_node(
             traffic,
         )
         stack.push_async_callback(reaching.stop)
+        if config.relay:
+            ports.remember("relay", reaching.tunnels.listen(config.listen, relay_port))
         transport = GrpcTransport(
             identity=identity,
             certificate=certificate,

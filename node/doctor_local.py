@@ -137,7 +137,8 @@ def _addresses(_: NodeConfig) -> Iterator[Finding]:
 
 
 def _ports(config: NodeConfig) -> Iterator[Finding]:
-    for name, port in (("port", config.port), ("gRPC port", config.grpc_port)):
+    optional = [("relay port", config.relay_port)] if config.relay and config.relay_port else []
+    for name, port in (("port", config.port), ("gRPC port", config.grpc_port), *optional):
         if port == 0:
             remedy = f"name one with --{name.lower().replace(' ', '-')} and open it in the firewall"
             yield Finding(name, "warn", "a free one is picked at the start", remedy)

@@ -116,6 +116,8 @@ class Tunnels:
         if taken != "taken":
             stream[1].close()
             raise MalformedMessage(f"{via} offers what it may not")
+        if isinstance(header, OpenTo):
+            self._count("tunnel_legs_libp2p", 1.0)
         return stream
 
     async def _by_leg(self, stream: Stream, relay: PeerId, offer: Offer | None) -> Stream:

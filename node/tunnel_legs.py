@@ -56,14 +56,14 @@ class LegPort:
         self.port = 0
         self._count = count
         self._places: dict[bytes, Place] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[bool], None] = {}  # oldest first
+        self._tasks: set[asyncio.Task[bool]] = set()
 
     def listen(self, hosts: Sequence[str], port: int) -> int:
         """On each IP address, the port being the same, 0 for a free one; raises PortInUse or ConfigError."""
         listening: list[socket.socket] = []
         try:
-            for host in hosts:
+            for host in dict.fromkeys(hosts):
                 listening.append(bound(host, port))
                 port = listening[-1].getsockname()[1]
                 listening[-1].listen(BACKLOG)
@@ -73,14 +73,21 @@ class LegPort:
             raise
         for each in listening:
             each.setblocking(False)
-            self._start(self._accept(each))
+            self._start(self._accept(each), each)
         self.port = port
         return port
 
-    def _start(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, job: Coroutine[Any, Any, bool], its: socket.socket) -> asyncio.Task[bool]:
+        """The job says whether it has given its socket away; it may also be cancelled before it begins."""
         task = asyncio.create_task(job)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task[bool]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or not task.result():
+                its.close()
+
+        task.add_done_callback(ended)
         return task
 
     @contextmanager
@@ -99,54 +106,50 @@ class LegPort:
             if (unused := place.take()) is not None:
                 unused[1].close()
 
-    async def _accept(self, listening: socket.socket) -> None:
+    async def _accept(self, listening: socket.socket) -> bool:
         loop = asyncio.get_running_loop()
-        with listening:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(listening)
-                except OSError as error:
-                    log.debug("nobody is let in at the relay port: %s", error)
-                    await asyncio.sleep(AGAIN_S)
-                    continue
-                if len(self._strangers) >= MAX_STRANGERS:
-                    self._forget(next(iter(self._strangers))).cancel()
-                self._strangers[self._start(self._meet(connection))] = None
-                await asyncio.sleep(0)  # a flood is accepted without a wait, and others want their turn
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                log.debug("nobody is let in at the relay port: %s", error)
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._turn_away(next(iter(self._strangers)))
+            self._strangers[self._start(self._meet(connection), connection)] = None
+            await asyncio.sleep(0)  # a flood is accepted without a wait, and others want their turn
 
-    def _forget(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._strangers.pop(task, None)
-        return task
+    def _turn_away(self, stranger: asyncio.Task[bool]) -> None:
+        del self._strangers[stranger]
+        self._count("tunnel_strangers", 1.0)
+        stranger.cancel()
 
-    async def _meet(self, connection: socket.socket) -> None:
+    async def _meet(self, connection: socket.socket) -> bool:
         """Says nothing to one without a good token."""
-        known = False
-        try:
-            place = await self._place_of(connection)
-            if place is not None:
-                known = True
-                stream = await as_stream(connection)
-                place.fill(stream)
-                stream[1].write(LEG_ACK)
-        except OSError as error:
-            log.debug("a leg's connection failed: %s", error)
-            connection.close()
-        finally:
-            if not known:
-                connection.close()
-                self._count("tunnel_strangers", 1.0)
-
-    async def _place_of(self, connection: socket.socket) -> Place | None:
         task = asyncio.current_task()
         assert task is not None  # we are in one
+        place = None
         try:
             async with asyncio.timeout(GREETING_S):
-                greeting = await _exactly(connection, GREETING_BYTES)
-        except TimeoutError:
-            return None
-        finally:
-            self._forget(task)
-        return self._places.pop(greeting, None)
+                place = self._places.pop(await _exactly(connection, GREETING_BYTES), None)
+        except (OSError, TimeoutError) as error:
+            log.debug("no greeting at the relay port: %s", error)
+        if task in self._strangers:  # not turned away just now
+            del self._strangers[task]
+            if place is None:
+                self._count("tunnel_strangers", 1.0)
+        return place is not None and await self._let_in(connection, place)
+
+    async def _let_in(self, connection: socket.socket, place: Place) -> bool:
+        try:
+            stream = await as_stream(connection)
+        except OSError as error:  # it is gone already
+            log.debug("a leg's connection failed: %s", error)
+            return False
+        place.fill(stream)
+        stream[1].write(LEG_ACK)
+        return True
 
     async def stop(self) -> None:
         """Closes the port, and what has shown no token; safe to call twice."""

@@ -131,7 +131,7 @@ def test_a_run_file_of_another_run(swarm: Swarm, tmp_path: Path) -> None:
 # ports
 
 
-@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--relay-port"])
 def test_a_port_of_another_program(tmp_path: Path, port: int, flag: str) -> None:
     told = refused(PortInUse, "bootstrap", *local(tmp_path / "home"), flag, str(port))
     assert f"127.0.0.1:{port}" in told and "another" in told

@@ -141,7 +141,10 @@ def test_the_image_has_what_it_needs_and_no_root() -> None:
     assert {name for name in values if name.startswith("PEER_")} <= VARIABLES
     NodeConfig(**{name.removeprefix("PEER_").lower(): v for name, v in values.items() if name.startswith("PEER_")})
     (ports,) = [rest for name, rest in steps if name == "EXPOSE"]
-    assert set(ports.split()) == {values["PEER_PORT"], values["PEER_GRPC_PORT"], values["PEER_HTTP"].split(":")[1]}
+    assert set(ports.split()) == {
+        *(values[name] for name in ("PEER_PORT", "PEER_GRPC_PORT", "PEER_RELAY_PORT")),
+        values["PEER_HTTP"].split(":")[1],
+    }
     (check,) = [rest for name, rest in steps if name == "HEALTHCHECK"]
     command = json.loads(check[check.index("[") :])
     compile(command[2], "healthcheck", "exec")

@@ -55,6 +55,7 @@ BAD = [
     ("port", 65536),
     ("port", True),
     ("grpc_port", -1),
+    ("relay_port", 65536),
     ("announce", ["a b"]),
     ("announce", ["host:99999"]),
     ("relay", "perhaps"),
