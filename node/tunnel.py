@@ -160,12 +160,15 @@ class Tunnels:
                     await stream[0].read(1)
             except (OSError, TimeoutError):
                 pass
-            finally:
-                stream[1].close()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            """Even of one that was cancelled before it began."""
+            self._tasks.discard(task)
+            stream[1].close()
 
         task = asyncio.create_task(see_off(), name="moved-tunnel")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def connect(self, peer: PeerId, multiaddrs: tuple[str, ...]) -> None:
         """Has libp2p dial a peer at addresses that it may not know; raises nothing."""

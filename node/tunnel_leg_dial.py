@@ -34,6 +34,8 @@ class LegDialer:
 
     async def dial(self, relay: PeerId, hosts: Sequence[str], offer: Offer) -> Stream | None:
         """A connection that the relay has let in, at the first of `hosts` (IP addresses) that has one; or None."""
+        if not hosts:
+            return None
         hosts = hosts[:MAX_HOSTS]
         for host in hosts:
             try:

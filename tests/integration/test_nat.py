@@ -5,6 +5,8 @@ One story in the order of the tests: a node is cut off for two minutes, and the 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ CUT_S = 120.0
 BACK_S = 35.0  # the longest that a node that moved may be missing
 TRAINERS = ("a1", "a2", "b1", "b2")
 FLOODERS = ("a3", "a4", "b3", "b4")
+METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics', timeout=10).read().decode())"
 FLOOD_STEPS = 1000
 FLOOD_S = 400.0  # the longest that it may take on a busy machine
 
@@ -101,6 +104,14 @@ class NatSwarm:
         """What the watcher last heard of a node."""
         rows = (self.watcher.newest() or {"nodes": []})["nodes"]
         return next((row for row in rows if row["name"] == host), None)
+
+    def metric(self, host: str, name: str) -> float:
+        """As the node's own page has it."""
+        page = subprocess.run(
+            [*self.net.inside(host), sys.executable, "-c", METRICS], capture_output=True, text=True, check=True
+        ).stdout
+        (value,) = [line.split()[1] for line in page.splitlines() if line.startswith(f"{name} ")]
+        return float(value)
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for host in self.trainers if (row := self.row(host)) is not None]
@@ -170,6 +181,10 @@ def test_four_nodes_behind_two_routers_train_with_each_other(nat_swarm: NatSwarm
     assert {row["peer_id"] for row in (public, nat_swarm.row("spare")) if row} >= {
         relay for row in nat_swarm.rows() for relay in row["via"]
     }
+    for host in ("a1", "b1"):  # its legs leave the network behind its router as any connection outward
+        assert nat_swarm.metric(host, "peerloom_tunnel_legs_tcp_total") > 0
+    legs = [nat_swarm.metric("seed", f"peerloom_tunnel_legs_{way}_total") for way in ("tcp", "libp2p")]
+    record_property("legs_by_tcp_and_libp2p", legs)
     nat_swarm.net.cut("a1")  # for the last of these tests
     nat_swarm.cut_at = time.monotonic()
 
