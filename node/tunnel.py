@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 HEADER_S = 3.0  # from a stream's first sign of life to the end of its header
 SETUP_S = 6.0  # to open a tunnel, the relay's own step to the target included
 FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connection of its own
-LEG_S = 2.0  # for the one who opens, to say by which way
+LEG_S = 3.0  # for the one who opens, to try the relay's port and say by which way
 KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
 
 Taken = Literal["taken", "moved"] | Offer
@@ -56,7 +56,7 @@ class Tunnels:
         self._allowed = allowed
         self._count = count
         self._leg_port = LegPort(count)
-        self._leg_dialer = LegDialer(clock)
+        self._leg_dialer = LegDialer(clock, count)
         self._daemon: P2pDaemon | None = None
         self._server: tuple[str, int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -110,7 +110,7 @@ class Tunnels:
             async with asyncio.timeout(SETUP_S):
                 stream, taken = await _ask(self._daemon, via, header, SETUP_S)
                 if isinstance(taken, Offer) and isinstance(header, OpenTo):
-                    return await self._by_leg(stream, via, taken)
+                    return await self._leg_dialer.choose(self._daemon, via, stream, taken)
         except TimeoutError:
             raise LinkError(f"no tunnel through {via} within {SETUP_S:.0f} s") from None
         if taken != "taken":
@@ -119,56 +119,6 @@ class Tunnels:
         if isinstance(header, OpenTo):
             self._count("tunnel_legs_libp2p", 1.0)
         return stream
-
-    async def _by_leg(self, stream: Stream, relay: PeerId, offer: Offer | None) -> Stream:
-        """What this end's leg goes by, of which the relay is told: the connection it offers, or else the stream."""
-        leg = None
-        try:
-            if offer is not None and not self._leg_dialer.left_alone(relay):
-                leg = await self._leg_dialer.dial(relay, await self._hosts_of(relay), offer)
-            stream[1].write(tunnel.encode_answer("taken" if leg is None else "moved"))
-            await stream[1].drain()
-        except BaseException as error:
-            for each in (stream, leg):
-                if each is not None:
-                    each[1].close()
-            if isinstance(error, OSError):
-                raise LinkError(f"{relay} broke the tunnel off before it stood") from None
-            raise
-        if leg is None:
-            self._count("tunnel_legs_libp2p", 1.0)
-            return stream
-        self._count("tunnel_legs_tcp", 1.0)
-        self._see_off(stream)
-        return leg
-
-    async def _hosts_of(self, relay: PeerId) -> tuple[str, ...]:
-        """Where libp2p has the very relay at the other end, whatever anybody says of it."""
-        if self._daemon is None:
-            return ()
-        try:
-            return await self._daemon.hosts_of(relay)
-        except (LinkError, TimeoutError):
-            return ()
-
-    def _see_off(self, stream: Stream) -> None:
-        """Closes the stream once the relay has: p2pd may drop what was written last, if this end is the first."""
-
-        async def see_off() -> None:
-            try:
-                async with asyncio.timeout(LEG_S):
-                    await stream[0].read(1)
-            except (OSError, TimeoutError):
-                pass
-
-        def ended(task: asyncio.Task[None]) -> None:
-            """Even of one that was cancelled before it began."""
-            self._tasks.discard(task)
-            stream[1].close()
-
-        task = asyncio.create_task(see_off(), name="moved-tunnel")
-        self._tasks.add(task)
-        task.add_done_callback(ended)
 
     async def connect(self, peer: PeerId, multiaddrs: tuple[str, ...]) -> None:
         """Has libp2p dial a peer at addresses that it may not know; raises nothing."""
@@ -263,7 +213,7 @@ class Tunnels:
             host, port = local[1].get_extra_info("sockname")[:2]
             self._origins[host, port] = f"{origin} by {bearer}"
             try:
-                stream = await self._by_leg(stream, bearer, offer)
+                stream = await self._leg_dialer.choose(self._daemon, bearer, stream, offer)
                 settle()
                 self._count("tunnels_delivered", 1.0)
                 await join(local, stream, self._passing("tunnel_bytes_in"))
@@ -380,6 +330,7 @@ class Tunnels:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._leg_dialer.stop()
         await self._leg_port.stop()
         self._daemon = None
 
