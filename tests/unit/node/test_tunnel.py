@@ -363,6 +363,7 @@ async def test_a_crooked_relay_is_noticed_scored_and_left(swarm: ReachSwarm, mon
             assert ranked == (honest_one.peer_id, crook.peer_id), "its faults put it last"
             await caller.transport._links.pop(node.peer_id).close()
             caller.reaching.dialer._last.clear()
+            await eventually(lambda: not caller.reaching.dialer._watches)  # a ping under way would take 10,000 s
             swarm.clock.ahead_s += 10_000.0  # its faults are forgotten
 
         monkeypatch.setattr(crook.reaching.tunnels, "_carry", crooked(SPOILS["alters"], 0))
