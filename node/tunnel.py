@@ -220,6 +220,7 @@ class Tunnels:
             finally:
                 self._origins.pop((host, port), None)
                 local[1].close()
+                stream[1].close()
         finally:
             self.desk.left(origin)
 
@@ -240,6 +241,7 @@ class Tunnels:
                 await self._carry(stream, onward, (source, target))
             finally:
                 onward[1].close()
+                stream[1].close()  # a leg, which nobody else closes when this is cancelled
         finally:
             self.desk.closed(source, target)
 
