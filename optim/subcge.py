@@ -120,18 +120,18 @@ class SubCGE:
                 u, v = self._weights.subspace(target, period).factors(place)
                 self._perturbed.apply(target, u, v, sign * self.eps)
 
-    def directions(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each trainable tensor (k, rows) and (k, columns): u and v of Z for k seeds, in the current period.
+    def places(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each trainable tensor: the p and q (k,) of k seeds, whose direction is u_p v_q^T of `subspace`.
 
-        For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_i) u_i.
+        For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_q) u_p.
         """
         places = coordinates(torch.tensor(list(seeds), dtype=torch.int64), self._keys, self._rank)
-        found = {}
-        for index, target in enumerate(self._targets):
-            subspace = self._weights.subspace(target, self.step // self._length)
-            p, q = places[:, index] // self._rank, places[:, index] % self._rank
-            found[target.name] = (subspace.left[p], subspace.right[q])
-        return found
+        return {name: (places[:, k] // self._rank, places[:, k] % self._rank) for k, name in enumerate(self.names)}
+
+    def subspace(self, name: str) -> Subspace:
+        """A trainable tensor's, in the current period."""
+        target = self._targets[self.names.index(name)]
+        return self._weights.subspace(target, self.step // self._length)
 
     def restore(self) -> None:
         """Ends the perturbation; every weight is bit for bit what it was."""
