@@ -40,14 +40,15 @@ class SubCGE:
     W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
     `period` steps. `lr` is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on
     nodes that come and go: n is fixed for a run here, whoever is there, or the state would hang on who knew of whom
-    when a message came. It is silent on schedules and momentum as well: lr is constant, and there is none. `eps` is the
-    two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors at step 0 by name,
-    of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to write to, by
-    default made when the first period ends. Both may be memory-mapped: each is read or written a piece at a time.
-    16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every direction is
-    added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight the model
-    reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes' steps
-    differ works on several at once.
+    when a message came. It is silent on schedules and momentum as well: a message's weight is constant and there is no
+    momentum; a schedule is in the scalar, by `share` of `estimate`, so that who applies it need not know the sender's
+    step. `eps` is the two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors
+    at step 0 by name, of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to
+    write to, by default made when the first period ends. Both may be memory-mapped: each is read or written a piece at
+    a time. 16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every
+    direction is added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight
+    the model reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes'
+    steps differ works on several at once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """
@@ -140,13 +141,13 @@ class SubCGE:
                 self._perturbed.undo()
             self._perturbed = None
 
-    def estimate(self, loss_fn: LossFn, seed: int) -> int:
-        """(loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, clipped to the bound.
+    def estimate(self, loss_fn: LossFn, seed: int, share: float = 1.0) -> int:
+        """share (loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, within the bound.
 
-        `loss_fn` is called twice, without gradients and with the model in eval mode, and must use the same minibatch.
-        Raises NotFinite.
+        `share` is of the learning rate at this step. `loss_fn` is called twice, without gradients and with the model in
+        eval mode, and must use the same minibatch. Raises NotFinite.
         """
-        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits)
+        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits, share)
 
     def refresh(self) -> None:
         """Writes the weights of all that was absorbed; ends a perturbation."""

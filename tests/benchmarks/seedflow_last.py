@@ -90,7 +90,7 @@ class LastLayer:
         right = (scores.argmax(1) == self.labels).float().mean()
         return float(F.cross_entropy(scores, self.labels)), float(right)
 
-    def estimate(self, flow: SubCGE, rows: Tensor, seeds: Sequence[int], scale: float = 1.0) -> list[int]:
+    def estimate(self, flow: SubCGE, rows: Tensor, seeds: Sequence[int], share: float = 1.0) -> list[int]:
         """What `flow.estimate` gives for each seed on its equal share of the rows."""
         each = len(rows) // len(seeds)
         changes = {
@@ -101,7 +101,7 @@ class LastLayer:
             labels = self.labels[rows].repeat(2)
             losses = F.cross_entropy(self._rest(rows, changes, 2), labels, reduction="none")
         plus, minus = losses.view(2, len(seeds), each).mean(2)
-        slopes = ((plus - minus) / (2 * flow.eps) * scale).tolist()
+        slopes = ((plus - minus) / (2 * flow.eps) * share).tolist()
         return [round(max(-SCALAR_LIMIT, min(SCALAR_LIMIT, slope * 2**FRACTION_BITS))) for slope in slopes]
 
     def _rest(self, rows: Tensor, changes: dict[str, Change], signs: int) -> Tensor:

@@ -60,7 +60,7 @@ class MeZOSwarm:
             def loss(batch: Cached = batch) -> Tensor:
                 return F.cross_entropy(self._upper(batch), batch.labels)
 
-            scalars.append(round(share * self._mezo.estimate(loss, self._mezo.seed_of(client, step))))
+            scalars.append(self._mezo.estimate(loss, self._mezo.seed_of(client, step), share))
         return scalars
 
     def apply(self, messages: Messages) -> None:
