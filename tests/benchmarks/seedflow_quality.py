@@ -13,7 +13,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,11 +189,6 @@ class Store:
                 with self._path.open("a") as file:
                     file.write(json.dumps(found) + "\n")
         return found
-
-
-def tuned(candidates: Sequence[Run], store: Store, data: Data, say: Callable[[str], None]) -> Run:
-    """The candidate with the lowest validation loss, on seed 0, at the point that `final` takes."""
-    return min(candidates, key=lambda run: final(store.perform(run, data, say))[1])
 
 
 def final(result: dict[str, Any]) -> tuple[float, float, float, float]:

@@ -1,7 +1,11 @@
-"""The quality runs, seed by seed; the table of accuracies, the plot against bytes an edge."""
+"""The quality runs, seed by seed; the table of accuracies, the plot against bytes an edge.
+
+`python -m tests.benchmarks.seedflow_report` is this part of `python -m tests.benchmarks.seedflow --full` alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import statistics
@@ -10,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.rows import Row
+import torch
+
+from tests.benchmarks.rows import Row, main
 from tests.benchmarks.seedflow_quality import (
     BATCH,
     FLUSH,
@@ -22,27 +28,17 @@ from tests.benchmarks.seedflow_quality import (
     measure,
     prepare,
     test_accuracy,
-    tuned,
 )
+from tests.benchmarks.seedflow_search import ceiling, climb, loss_of, search
 
 STEPS = int(os.environ.get("SEEDFLOW_STEPS", "2000"))  # local steps of every client
-FIRST_ORDER_STEPS = 500  # the paper's
-# of each, in the order in which a run that is cut short says the most: method, clients, learning rates to choose among
-SWARMS = {
-    "AdamW": ("adamw", 16, (3e-5, 1e-4, 3e-4)),
-    "SeedFlow 16": ("seedflow", 16, (1e-3, 3e-3, 1e-2)),
-    "SeedFlow 4": ("seedflow", 4, (3e-4, 1e-3, 3e-3)),
-    "SeedFlow 1": ("seedflow", 1, (1e-4, 3e-4, 1e-3)),
-    "MeZO 4": ("mezo", 4, (3e-4, 1e-3, 3e-3)),
+SWARMS = {  # in the order in which a run that is cut short says the most
+    "SeedFlow 16": ("seedflow", 16),
+    "SeedFlow 4": ("seedflow", 4),
+    "MeZO 4": ("mezo", 4),
+    "SeedFlow 1": ("seedflow", 1),
 }
 MESSAGE_BYTES = 4.8  # a message over an edge, counted by seedflow_flooded
-
-
-def candidates(name: str) -> list[Run]:
-    """The runs among which the learning rate is chosen, on seed 0 by the validation loss."""
-    method, clients, rates = SWARMS[name]
-    steps = FIRST_ORDER_STEPS if method == "adamw" else STEPS
-    return [Run(method=method, clients=clients, steps=steps, lr=lr, decay="linear") for lr in rates]
 
 
 def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -> list[Row]:
@@ -50,7 +46,11 @@ def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -
     results.mkdir(parents=True, exist_ok=True)
     store = Store(results / "runs.jsonl")
     data = prepare(model, reviews, cache, _say)
-    chosen = {name: tuned(candidates(name), store, data, _say) for name in SWARMS}
+    loss = loss_of(lambda run: store.perform(run, data, _say))
+    settings = search(loss)
+    chosen = {"AdamW": ceiling(settings.trainable, loss)}
+    for name, (method, clients) in SWARMS.items():
+        chosen[name] = climb(replace(settings, method=method, clients=clients, steps=STEPS), loss)
     for seed in range(1, seeds):  # what is cut short has whole seeds
         for run in chosen.values():
             store.perform(replace(run, seed=seed), data, _say)
@@ -59,7 +59,7 @@ def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -
     found = {name: test_accuracy(run, seeds, store) for name, run in chosen.items()}
     for name, (accuracy, deviation) in found.items():
         gain = (accuracy - zero) / (found["AdamW"][0] - zero)
-        _say(f"{name:12} lr {chosen[name].lr:g}: {accuracy:.3f} +- {deviation:.3f}, {gain:.0%} of AdamW's gain")
+        _say(f"{name:12} {accuracy:.3f} +- {deviation:.3f}, {gain:.0%} of AdamW's gain: {chosen[name]}")
     _plot(results, store, chosen, zero, trained(data, chosen["AdamW"]), seeds)
     return rows(found, zero, seeds)
 
@@ -118,7 +118,7 @@ def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float, elem
         found = [result for seed in range(seeds) if (result := store.get(replace(run, seed=seed))) is not None]
         a_step = elements * 4 / FLUSH if run.method == "adamw" else run.clients * MESSAGE_BYTES
         points = [(step * a_step, test) for step, test in mean_curve(found)]
-        label = "AdamW, 16 clients as DSGD" if run.method == "adamw" else name.replace(" ", ", clients: ")
+        label = f"AdamW as DSGD, {run.clients} clients" if run.method == "adamw" else name.replace(" ", ", clients: ")
         axes.plot(*zip(*points, strict=True), marker=".", label=label)
     axes.axhline(zero, linestyle=":", color="grey", label="zero-shot")
     axes.set(xscale="log", xlabel="payload bytes over an edge", ylabel="accuracy on the test reviews")
@@ -126,3 +126,15 @@ def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float, elem
     figure.tight_layout()
     figure.savefig(results / "accuracy.png", dpi=120)
     pyplot.close(figure)
+
+
+def _alone(arguments: argparse.Namespace) -> list[Row]:
+    """Whatever the flags: there is one form, and it is resumed where it was stopped."""
+    from tests.benchmarks.seedflow import quality_rows
+
+    torch.set_num_threads(1)
+    return quality_rows()
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", _alone)

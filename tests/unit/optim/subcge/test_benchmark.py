@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
 from tests.benchmarks.seedflow_last import LastLayer
-from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure, tuned
+from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure
 from tests.benchmarks.seedflow_report import mean_curve
+from tests.benchmarks.seedflow_search import ceiling, climb, search
 from tests.benchmarks.seedflow_swarm import TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
 
@@ -107,26 +109,43 @@ def test_all_clients_estimates_in_one_pass_are_each_ones_own_whatever_was_applie
             torch.testing.assert_close(last.logits(torch.arange(6)), upper(data.pick(torch.arange(6))))
 
 
-def test_methods_lower_the_loss_and_what_is_chosen_has_the_lowest(tmp_path: Path) -> None:
+def test_methods_lower_the_loss_and_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     upper, data = small_upper()
     parts = Data(train=data, validation=data, test=data, upper=upper)
     before = measure(upper, data)[0]
     store, said = Store(tmp_path / "runs.jsonl"), list[str]()
-    runs = {
-        method: [
-            Run(method=method, clients=clients, steps=100, lr=lr, decay="linear", rank=4, period=50) for lr in rates
-        ]
-        for method, clients, rates in (("seedflow", 3, (0.1, 1.0)), ("mezo", 1, (1.0,)), ("adamw", 2, (1e-2,)))
-    }
-    for method, candidates in runs.items():
-        best = tuned(candidates, store, parts, said.append)
-        assert best.lr == candidates[-1].lr
-        assert final(store.perform(best, parts, said.append))[1] < before - 0.01, method
+    runs = [
+        Run(method=method, clients=clients, steps=100, lr=lr, decay="linear", rank=4, period=50)
+        for method, clients, lr in (("seedflow", 3, 1.0), ("mezo", 1, 1.0), ("adamw", 2, 1e-2))
+    ]
+    for run in runs:
+        assert final(store.perform(run, parts, said.append))[1] < before - 0.05, run
     lines = len(said)
     again = Store(tmp_path / "runs.jsonl")
-    assert [again.perform(run, parts, said.append) for run in runs["seedflow"]] == store.results[:2]
-    assert len(said) == lines, "a finished run is not run again"
-    assert again.get(replace(runs["mezo"][0], decay="none")) is None
+    assert [again.perform(run, parts, said.append) for run in runs] == store.results
+    assert len(said) == lines
+    assert again.get(replace(runs[0], decay="none")) is None
+
+
+@pytest.mark.parametrize(("start", "best"), [(3e-3, 3e-3), (3e-3, 1e-5), (1e-2, 3e-1)])
+def test_a_climb_ends_between_two_worse_rates(start: float, best: float) -> None:
+    tried = []
+
+    def loss(run: Run) -> float:
+        tried.append(run.lr)
+        return abs(math.log(run.lr / best))
+
+    assert climb(Run(method="seedflow", clients=1, steps=5, lr=start), loss).lr == best
+    assert min(tried) < best < max(tried)
+
+
+def test_the_search_takes_what_lowers_the_loss_and_the_ceiling_trains_the_same() -> None:
+    def loss(run: Run) -> float:
+        return abs(math.log(run.lr / 1e-3)) + (run.rank != 8) + (run.decay != "cosine") + run.trainable.count("|")
+
+    chosen = search(loss)
+    assert (chosen.lr, chosen.rank, chosen.decay, chosen.eps) == (1e-3, 8, "cosine", 1e-3)
+    assert ceiling("x", loss).trainable == "x"
 
 
 def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
