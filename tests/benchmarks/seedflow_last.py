@@ -66,8 +66,10 @@ class LastLayer:
     """
 
     def __init__(self, upper: UpperLayers, data: Cached, weight: float = 0.0) -> None:
-        (self._layer,) = upper.layers
-        self._upper, self._weight = upper, weight
+        (layer,) = upper.layers
+        self._layer: Any = layer
+        self._upper: Any = upper
+        self._weight = weight
         width = data.hidden.shape[1]
         with torch.no_grad():
             columns = torch.arange(width) + width - data.lengths.unsqueeze(1)  # of each position

@@ -124,7 +124,7 @@ def perform(run: Run, data: Data, say: Callable[[str], None]) -> dict[str, Any]:
 
 def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     """Yields the steps done, after each flush."""
-    common = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed, "trainable": run.trainable}
+    common: dict[str, Any] = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed, "trainable": run.trainable}
     swarm: Swarm
     if run.method == "mezo":
         swarm = MeZOSwarm(TableMeZO(upper, **common), upper, train)
