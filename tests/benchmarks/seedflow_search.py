@@ -18,6 +18,7 @@ Loss = Callable[[Run], float]
 SCREEN_STEPS = 500
 START = Run(method="seedflow", clients=16, steps=SCREEN_STEPS, lr=3e-3, decay="linear")
 CLIMBED: tuple[tuple[str, tuple[Any, ...]], ...] = (  # what is tried in place of START's, each at its own best rate
+    ("period", (100, 20)),  # one layer's few subspaces are soon used up
     ("trainable", (r"(o|down)_proj\.weight$", r"(q|k|v|o)_proj\.weight$", r"(gate|up|down)_proj\.weight$")),
     ("decay", ("none",)),
 )
@@ -25,7 +26,6 @@ AT_THE_RATE: tuple[tuple[str, tuple[Any, ...]], ...] = (  # and at the best one'
     ("eps", (1e-4,)),
     ("decay", ("cosine",)),
     ("rank", (8, 128)),
-    ("period", (100,)),
 )
 FIRST_ORDER = tuple((clients, decay) for clients in (16, 1) for decay in ("linear", "none"))
 FIRST_ORDER_STEPS = 500  # the paper's
