@@ -124,7 +124,8 @@ def perform(run: Run, data: Data, say: Callable[[str], None]) -> dict[str, Any]:
 
 def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     """Yields the steps done, after each flush."""
-    common: dict[str, Any] = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed, "trainable": run.trainable}
+    common: dict[str, Any] = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed}
+    common["trainable"] = run.trainable
     swarm: Swarm
     if run.method == "mezo":
         swarm = MeZOSwarm(TableMeZO(upper, **common), upper, train)
