@@ -142,10 +142,10 @@ class SubCGE:
             self._perturbed = None
 
     def estimate(self, loss_fn: LossFn, seed: int, share: float = 1.0) -> int:
-        """share (loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, within the bound.
+        """(loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, clipped to the bound.
 
-        `share` is of the learning rate at this step. `loss_fn` is called twice, without gradients and with the model in
-        eval mode, and must use the same minibatch. Raises NotFinite.
+        Times `share`, that of the learning rate at this step. `loss_fn` is called twice, without gradients and with the
+        model in eval mode, and must use the same minibatch. Raises NotFinite.
         """
         return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits, share)
 

@@ -35,7 +35,7 @@ def two_point(
     bits: int,
     share: float = 1.0,
 ) -> int:
-    """share (loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound.
+    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound, times share.
 
     Both papers are silent on bounds: clipping is this project's, so that a sum of scalars cannot overflow.
     Raises NotFinite.
@@ -51,8 +51,12 @@ def two_point(
     plus, minus = losses
     if not (math.isfinite(plus) and math.isfinite(minus)):
         raise NotFinite(f"the loss is {plus} and {minus} at theta +- eps z; lower eps or the learning rate")
-    slope = share * (plus - minus) / (2 * eps)
-    scalar: int = round(max(-bound, min(bound, slope * 2**bits)))
+    return fixed((plus - minus) / (2 * eps), bound, bits, share)
+
+
+def fixed(slope: float, bound: int, bits: int, share: float = 1.0) -> int:
+    """A slope as it travels: clipped, then times the share of the learning rate, at most 1; in units of 2^-bits."""
+    scalar: int = round(share * max(-bound, min(bound, slope * 2**bits)))
     return scalar
 
 

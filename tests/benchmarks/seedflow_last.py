@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerloom.optim.subcge import FRACTION_BITS, SCALAR_LIMIT, SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, SubCGE
+from peerloom.optim.subcge_estimate import fixed
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, rotated
 
 CACHED = ("q_proj", "k_proj", "v_proj")
@@ -123,8 +124,8 @@ class LastLayer:
             labels = self.labels[rows].repeat(2)
             losses = F.cross_entropy(self._rest(rows, changes, 2), labels, reduction="none")
         plus, minus = losses.view(2, len(seeds), -1).mean(2)
-        slopes = ((plus - minus) / (2 * flow.eps) * share).tolist()
-        return [round(max(-SCALAR_LIMIT, min(SCALAR_LIMIT, slope * 2**FRACTION_BITS))) for slope in slopes]
+        slopes = ((plus - minus) / (2 * flow.eps)).tolist()
+        return [fixed(slope, flow.state.bound, FRACTION_BITS, share) for slope in slopes]
 
     def _rest(self, rows: Tensor, changes: Mapping[str, Change], signs: int) -> Tensor:
         """(s n, labels)."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from peerloom.node.worker.classification import Prompt, PromptClassifier, read_examples, split
 from peerloom.node.worker.gguf import open_model, open_tokenizer
-from peerloom.optim.subcge import SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, SubCGE
 from tests.benchmarks.seedflow_last import LastLayer
 from tests.benchmarks.seedflow_swarm import MeZOSwarm, SubCGESwarm, Swarm, TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, load, lower_activations, save
@@ -40,7 +40,8 @@ FLUSH = 5
 class Run:
     """One run: `lr` is of the mean over clients at the first step; `decay` to 0 at the last.
 
-    AdamW takes the clients' minibatches as one. `trainable` is a regular expression of names.
+    AdamW takes the clients' minibatches as one. `trainable` is a regular expression of names; `bound` is what slopes
+    are clipped to.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Run:
     eps: float = 1e-3
     rank: int = 32
     period: int = 1000
+    bound: float = 256.0
 
     def share(self, step: int) -> float:
         """Of the learning rate, at a step."""
@@ -125,7 +127,7 @@ def perform(run: Run, data: Data, say: Callable[[str], None]) -> dict[str, Any]:
 def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     """Yields the steps done, after each flush."""
     common: dict[str, Any] = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed}
-    common["trainable"] = run.trainable
+    common |= {"trainable": run.trainable, "bound": round(run.bound * 2**FRACTION_BITS)}
     swarm: Swarm
     if run.method == "mezo":
         swarm = MeZOSwarm(TableMeZO(upper, **common), upper, train)
