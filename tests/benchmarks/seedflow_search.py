@@ -16,16 +16,17 @@ from tests.benchmarks.seedflow_quality import Run, final
 Loss = Callable[[Run], float]
 
 SCREEN_STEPS = 500
-START = Run(method="seedflow", clients=16, steps=SCREEN_STEPS, lr=3e-3, decay="linear")
+START = Run(method="seedflow", clients=16, steps=SCREEN_STEPS, lr=3e-2, decay="linear", bound=1.0, period=100)
 CLIMBED: tuple[tuple[str, tuple[Any, ...]], ...] = (  # what is tried in place of START's, each at its own best rate
-    ("period", (100, 20)),  # one layer's few subspaces are soon used up
+    ("bound", (0.3, 3.0, 256.0)),  # an early slope is ten times a later one: clipping them is what allows a high rate
     ("trainable", (r"(o|down)_proj\.weight$", r"(q|k|v|o)_proj\.weight$", r"(gate|up|down)_proj\.weight$")),
     ("decay", ("none",)),
 )
 AT_THE_RATE: tuple[tuple[str, tuple[Any, ...]], ...] = (  # and at the best one's: the estimate's scale is the same
+    ("period", (20, 1000)),
+    ("rank", (8, 128)),
     ("eps", (1e-4,)),
     ("decay", ("cosine",)),
-    ("rank", (8, 128)),
 )
 FIRST_ORDER = tuple((clients, decay) for clients in (16, 1) for decay in ("linear", "none"))
 FIRST_ORDER_STEPS = 500  # the paper's
