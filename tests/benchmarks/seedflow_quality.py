@@ -34,6 +34,7 @@ CHARACTERS = 80  # longer reviews are left out: the machine is small
 UPPER = 1
 BATCH = 8  # examples of a client and step
 FLUSH = 5
+PATIENCE = 8  # points without a lower validation loss after which AdamW is stopped: it overfits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +120,9 @@ def perform(run: Run, data: Data, say: Callable[[str], None]) -> dict[str, Any]:
             (loss, accuracy), (_, test) = (part.measure() for part in parts)
             curve.append([step, loss, accuracy, test])
             say(f"{run} step {step}: {loss:.4f} {accuracy:.3f}")  # not the test's: nobody is to choose by it
-            if not loss < 3:
-                break  # it has diverged
+            since = len(curve) - 1 - min(range(len(curve)), key=lambda index: curve[index][1])
+            if not loss < 3 or run.method == "adamw" and since >= PATIENCE:
+                break  # it has diverged, or overfits
     return {**asdict(run), "upper": UPPER, "curve": curve}
 
 
