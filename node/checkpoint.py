@@ -19,15 +19,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
-import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 
 from peerloom.node.durable import fsync_dir, fsync_file, is_full, remove, storage_errors
 from peerloom.protocol.errors import MalformedMessage, StorageError
+
+if TYPE_CHECKING:
+    import torch  # a daemon, which only moves files about, is spared it
 
 KEEP = 3
 KEEP_ASIDE = 2  # damaged and stale ones together
@@ -157,13 +158,15 @@ def newest_intact(
 
 def load(path: Path) -> Checkpoint:
     """Reads one checkpoint folder, every digest verified."""
+    from safetensors.torch import load_file
+
     _verify(path)
     try:
         meta = Meta(**json.loads((path / "meta.json").read_bytes()))
         if meta.format != FORMAT:
             raise _Damaged(f"format {meta.format}, this version reads {FORMAT}")
-        state = safetensors.torch.load_file(path / "theta.safetensors")
-        optimizer = safetensors.torch.load_file(path / "optimizer.safetensors")
+        state = load_file(path / "theta.safetensors")
+        optimizer = load_file(path / "optimizer.safetensors")
         return Checkpoint(
             meta=meta,
             theta=state["theta"],
@@ -242,13 +245,15 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
+    from safetensors.torch import save_file
+
     remove(folder)
     folder.mkdir()
     state = {"theta": checkpoint.theta, "previous": checkpoint.previous}
     if checkpoint.params is not None:
         state["params"] = checkpoint.params
-    safetensors.torch.save_file(state, folder / "theta.safetensors")
-    safetensors.torch.save_file(checkpoint.optimizer, folder / "optimizer.safetensors")
+    save_file(state, folder / "theta.safetensors")
+    save_file(checkpoint.optimizer, folder / "optimizer.safetensors")
     (folder / "meta.json").write_text(json.dumps(asdict(checkpoint.meta), indent=1))
     files = {name: {"bytes": (folder / name).stat().st_size, "blake3": _digest(folder / name)} for name in _FILES}
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import psutil
 
+from peerloom.node.parent import ENDS_WITH
+
 _TAIL_BYTES = 4000
 
 
@@ -84,6 +86,7 @@ class Children:
     async def start(self, name: str, command: Iterable[str]) -> Child:
         """Starts `command` with this process's environment, less the user's own PEER_* settings."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PEER_")}
+        environment[ENDS_WITH] = str(os.getpid())  # who is killed cannot stop them
         # a pipe of our own: with asyncio's, wait() lasts until all who inherited it are gone, not just the child
         read_end, write_end = os.pipe()
         with (self._folder / f"{name}.log").open("wb") as log, os.fdopen(write_end, "wb") as stdout:

@@ -13,6 +13,7 @@ import typer
 
 from peerloom.node.cli_options import Flags, command
 from peerloom.node.failures import exit_codes
+from peerloom.node.parent import heed_parent
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -161,6 +162,7 @@ def run_check(flags: Flags, path: Annotated[Path, typer.Argument(metavar="PATH",
 def main() -> None:
     """Entry point of `peer`."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is loaded: its fork handlers stall a node that spawns
+    heed_parent()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a node takes it, it ends what Ctrl-C ends
     code: object = 0
     try:

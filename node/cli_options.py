@@ -81,6 +81,9 @@ def _node(
         str | None, typer.Option(help="Several, to share one model: 0,1,2,3 or cpu:4.", rich_help_panel=_NODE)
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.", rich_help_panel=_NODE)] = None,
+    nice: Annotated[
+        int | None, typer.Option(help="Step back for other programs, 0 to 19.", rich_help_panel=_NODE)
+    ] = None,
     stage: Annotated[
         int | None, typer.Option(help="The pipeline's stage to host, from 0.", rich_help_panel=_NODE)
     ] = None,

@@ -107,6 +107,13 @@ class NodeConfig(BaseSettings):
     threads: int = _setting(
         0, "CPU threads for training; 0: chosen by torch", "an integer from 0 to 1024", ge=0, le=1024
     )
+    nice: int = _setting(
+        10,
+        "how far the training steps back for other programs of this machine; 0: not at all",
+        "an integer from 0 to 19",
+        ge=0,
+        le=19,
+    )
     stage: int | None = _setting(
         None,
         "the pipeline's stage to host; left out: the one with the fewest hosts",

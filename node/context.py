@@ -12,7 +12,7 @@ from peerloom.node.facts import Facts
 from peerloom.node.identity import verify
 from peerloom.node.journal import Journal
 from peerloom.node.phases import Phases
-from peerloom.node.seams import Clock, Transport
+from peerloom.node.seams import Clock, Transport, WorkerSetup
 from peerloom.node.view import SwarmView
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import PeerId
@@ -32,6 +32,7 @@ class NodeSettings:
     device: str = "cpu"
     devices: tuple[str, ...] = ()  # more than one, instead of `device`
     threads: int = 0
+    nice: int = 0
     checkpoint_every_s: float = 60.0
     keep_checkpoints: int = 3
     donor_patience_s: float = 60.0  # a swarm that is starting has no donor yet
@@ -59,3 +60,20 @@ class Context:
     sign: Callable[[bytes], bytes] = _no_key
     verify: Callable[[PeerId, bytes, bytes], bool] = verify
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def worker_setup(self, stage: int = 0) -> WorkerSetup:
+        """What this node's worker is started with; `stage` is a pipeline's."""
+        settings = self.settings
+        return WorkerSetup(
+            spec=self.spec,
+            peer_id=self.facts.peer_id,
+            run_dir=settings.run_dir,
+            cache_dir=settings.cache_dir,
+            data_source=settings.data_source,
+            keep_checkpoints=settings.keep_checkpoints,
+            device=settings.device,
+            devices=settings.devices,
+            threads=settings.threads,
+            nice=settings.nice,
+            stage=stage,
+        )

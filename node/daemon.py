@@ -221,6 +221,7 @@ async def _run_node(
                 device=config.devices[0] if len(config.devices) == 1 else config.device,
                 devices=config.devices if len(config.devices) > 1 else (),
                 threads=config.threads,
+                nice=config.nice,
                 stage=config.stage,
                 checkpoint_every_s=config.checkpoint_every_s,
                 keep_checkpoints=config.keep_checkpoints,

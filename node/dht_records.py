@@ -300,7 +300,7 @@ def _verified(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 class DhtRecord(Protocol):
-    """hivemind.dht.DHTRecord, without the import (it costs torch's)."""
+    """hivemind.dht.DHTRecord, without the import, which a test or a tool may not need."""
 
     key: bytes
     subkey: bytes

@@ -9,11 +9,10 @@ import socket
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from peerloom.protocol.errors import LinkError
 
 if TYPE_CHECKING:
+    import aiohttp
     from async_upnp_client.client import UpnpService
     from async_upnp_client.const import HttpRequest, HttpResponse
 
@@ -157,6 +156,7 @@ def _inner_address(location: str) -> str:
 
 def _requester(location: str) -> Any:
     """Calls one router and no other host, and takes so many bytes of an answer and no more."""
+    import aiohttp
     from async_upnp_client.client import UpnpRequester
     from async_upnp_client.const import HttpResponse as Response
     from async_upnp_client.exceptions import UpnpCommunicationError
@@ -188,9 +188,11 @@ def _requester(location: str) -> Any:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
+    from aiohttp import ClientPayloadError
+
     body = b""
     async for piece in response.content.iter_chunked(1 << 14):
         body += piece
         if len(body) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+            raise ClientPayloadError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     return body

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peerloom.node.reexports import defer
 from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.types import PeerId
 
@@ -35,10 +36,12 @@ _TAIL_LINES = 5
 
 
 def load_hivemind() -> Any:
-    """hivemind, imported when first needed (it imports torch: seconds) and kept from writing to the terminal."""
+    """hivemind, imported when first needed, its DHT and P2P alone, and kept from writing to the terminal."""
+    defer(("hivemind", "hivemind.utils", "hivemind.dht"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit, deprecated; hivemind's use, not ours
         import hivemind
+        import hivemind.dht.node
         from hivemind.utils.logging import use_hivemind_log_handler
     use_hivemind_log_handler("nowhere")  # no handler of its own: what it logs goes the way of all logging
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
@@ -98,7 +101,7 @@ class P2pDaemon:
     @classmethod
     async def start(cls, options: P2pdOptions) -> P2pDaemon:
         """Starts p2pd and attaches to it; raises PeerloomError with its last words when it does not come up."""
-        hivemind = await asyncio.to_thread(load_hivemind)  # seconds, in which signals must still be heard
+        hivemind = await asyncio.to_thread(load_hivemind)  # it takes time, in which signals must still be heard
         program = Path(hivemind.__file__).parent / "hivemind_cli" / "p2pd"
         socket_path = Path(tempfile.gettempdir()) / f"peerloom-p2pd-{secrets.token_hex(8)}.sock"
         try:

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from peerloom.node.context import Context
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, StagePort, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, StagePort, WorkerReady
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
@@ -108,7 +108,8 @@ class PipelineTrainer:
         try:
             stage = await unless_draining(draining, self._seeker.find())
             await unless_draining(draining, self._seeker.obtain_state(stage))
-            ready = await unless_draining(draining, self._worker.start(self._setup(stage), self._progress))
+            starting = self._worker.start(self._context.worker_setup(stage), self._progress)
+            ready = await unless_draining(draining, starting)
             self._context.phases.mark("worker")
             await self._host(stage, ready)
         finally:
@@ -117,20 +118,6 @@ class PipelineTrainer:
             if self._facts.stage_role == "hosts":
                 self._seeker.take("", -1)
             await self._worker.stop()
-
-    def _setup(self, stage: int) -> WorkerSetup:
-        settings = self._context.settings
-        return WorkerSetup(
-            spec=self._context.spec,
-            peer_id=self._facts.peer_id,
-            run_dir=settings.run_dir,
-            cache_dir=settings.cache_dir,
-            data_source=settings.data_source,
-            keep_checkpoints=settings.keep_checkpoints,
-            device=settings.device,
-            threads=settings.threads,
-            stage=stage,
-        )
 
     def _progress(self, what: str, share: float) -> None:
         if what == FIRST_STEP:

@@ -163,6 +163,7 @@ class WorkerSetup:
     device: str = "cpu"  # "auto", "cpu", "cuda", "cuda:1"
     devices: tuple[str, ...] = ()  # of a node that shards its model, one a rank, instead of `device`
     threads: int = 0  # torch CPU threads; 0: torch's own choice
+    nice: int = 0  # how far the training steps back for other programs, 19 at most
     stage: int = 0  # of a pipeline
 
 

@@ -13,7 +13,7 @@ from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken
 from peerloom.protocol.errors import LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.flood import REPAIR_S, FloodMachine
 from peerloom.protocol.lifecycle import budget_spent
@@ -80,7 +80,8 @@ class SeedflowTrainer(Agreement):
         """The whole life: returns when drained, or when the run is done, with a checkpoint written."""
         opened: FloodLog | None = None
         try:
-            ready = await unless_draining(self._context.draining, self._worker.start(self._setup(), self._progress))
+            starting = self._worker.start(self._context.worker_setup(), self._progress)
+            ready = await unless_draining(self._context.draining, starting)
             self._context.phases.mark("worker")
             self._note_ready(ready)
             settings, run_id = self._context.settings, self._context.spec.run_id
@@ -99,19 +100,6 @@ class SeedflowTrainer(Agreement):
             await self._worker.stop()
 
     # beginnings
-
-    def _setup(self) -> WorkerSetup:
-        settings = self._context.settings
-        return WorkerSetup(
-            spec=self._context.spec,
-            peer_id=self._facts.peer_id,
-            run_dir=settings.run_dir,
-            cache_dir=settings.cache_dir,
-            data_source=settings.data_source,
-            keep_checkpoints=settings.keep_checkpoints,
-            device=settings.device,
-            threads=settings.threads,
-        )
 
     def _progress(self, what: str, share: float) -> None:
         if what == FIRST_STEP:

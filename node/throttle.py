@@ -98,14 +98,15 @@ class Traffic:
         self.sent += sent
         self.received += received
 
-    async def carry(self, size: int) -> None:
-        """Counts `size` bytes that came for somebody else and leave again, once both caps let them."""
+    def carry_s(self, size: int) -> float:
+        """Counts `size` bytes that came for somebody else and leave again; in how many seconds both caps let them."""
         self.received += size
+        self.sent += size
+        if self._up is None and self._down is None:
+            return 0.0
         now = self._clock.monotonic()
         caps = [bucket for bucket in (self._up, self._down) if bucket is not None]
-        if (seconds := max((cap.wait_s(size, now) for cap in caps), default=0.0)) > 0:
-            await asyncio.sleep(seconds)
-        self.sent += size
+        return max((cap.wait_s(size, now) for cap in caps), default=0.0)
 
     async def _wait(self, bucket: Bucket | None, size: int) -> None:
         if bucket is not None and (seconds := bucket.wait_s(size, self._clock.monotonic())) > 0:

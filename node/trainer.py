@@ -13,7 +13,7 @@ from peerloom.node.overlapped import OverlappedRounds
 from peerloom.node.place import Held, Place, unless_draining
 from peerloom.node.repeats import Repeats
 from peerloom.node.rounds import Rounds
-from peerloom.node.seams import FIRST_STEP, STEPS, ExchangeStream, MessageStream, WorkerPort, WorkerReady, WorkerSetup
+from peerloom.node.seams import FIRST_STEP, STEPS, ExchangeStream, MessageStream, WorkerPort, WorkerReady
 from peerloom.protocol import events
 from peerloom.protocol.errors import LinkError, RunMismatch
 from peerloom.protocol.gossip import GossipMachine
@@ -80,7 +80,7 @@ class Trainer:
         """The whole life: returns when drained, out of budget or past max_rounds, with a checkpoint written."""
         draining, place = self._context.draining, Place(self._context, self._worker, self._held)
         try:
-            ready = await unless_draining(draining, self._worker.start(self._setup(), self._progress))
+            ready = await unless_draining(draining, self._worker.start(self._context.worker_setup(), self._progress))
             self._context.phases.mark("worker")
             self._facts.ready(ready)
             if ready.note:
@@ -108,20 +108,6 @@ class Trainer:
             self._context.journal.write("first_step")
         else:
             self._context.progress(what, share)
-
-    def _setup(self) -> WorkerSetup:
-        settings = self._context.settings
-        return WorkerSetup(
-            spec=self._context.spec,
-            peer_id=self._facts.peer_id,
-            run_dir=settings.run_dir,
-            cache_dir=settings.cache_dir,
-            data_source=settings.data_source,
-            keep_checkpoints=settings.keep_checkpoints,
-            device=settings.device,
-            devices=settings.devices,
-            threads=settings.threads,
-        )
 
     def _new_driver(self, ready: WorkerReady) -> GossipDriver:
         context, spec = self._context, self._context.spec.gasloc

@@ -261,18 +261,18 @@ class Tunnels:
         finally:
             self.desk.unkept(source, place)
 
-    def _passing(self, metric: str) -> Callable[[int], Any]:
-        async def passing(size: int) -> None:
+    def _passing(self, metric: str) -> Callable[[int], float]:
+        def passing(size: int) -> float:
             self._count(metric, float(size))
+            return 0.0
 
         return passing
 
-    def _sharing(self, pair: Pair) -> Callable[[int], Any]:
-        async def passing(size: int) -> None:
+    def _sharing(self, pair: Pair) -> Callable[[int], float]:
+        def passing(size: int) -> float:
             self._count("relayed_bytes", float(size))
-            if (seconds := self._shares.wait_s(pair, size, self._clock.monotonic())) > 0:
-                await asyncio.sleep(seconds)
-            await self._traffic.carry(size)
+            shared_s = self._shares.wait_s(pair, size, self._clock.monotonic())
+            return max(shared_s, self._traffic.carry_s(size))
 
         return passing
 

@@ -81,8 +81,9 @@ class TunnelEndpoint:
         assert self._local is not None  # the event says so
         self._judge(await join(self._local, self._stream, self._moved, ending=self._ending))
 
-    async def _moved(self, size: int) -> None:
+    def _moved(self, size: int) -> float:
         self._dialer.count("tunnel_sent_bytes", float(size))
+        return 0.0
 
     def _judge(self, ending: Ending) -> None:
         """What the end says of the relay: one in order, asked for by this side, says nothing."""
@@ -125,7 +126,7 @@ class TunnelEndpoint:
         self._scored = True
         if self._local is not None:
             self._local[1].transport.abort()
-        elif self._task is not None:
+        if self._task is not None:
             self._task.cancel()
 
     async def ended(self) -> None:
@@ -134,6 +135,8 @@ class TunnelEndpoint:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._server is not None:
             self._server.close()
+        if self._local is not None:
+            self._local[1].close()
         self._stream[1].close()
 
     async def stop(self) -> None:

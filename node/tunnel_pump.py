@@ -1,16 +1,21 @@
 """Moves the bytes of a tunnel: blindly at a relay, and in frames where it ends at a local socket.
 
-Back-pressure is that of the sockets: nothing is read while what was read before cannot be written.
+Inside the kernel where that can be (node/tunnel_splice.py), and as here otherwise. Back-pressure is that of the
+sockets: nothing is read while what was read before cannot be written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from peerloom.node.p2pd import Stream
+from peerloom.node.tunnel_splice import Inward, Moved, Outward, Way
+from peerloom.node.tunnel_taken import taken
 from peerloom.protocol import tunnel
 from peerloom.protocol.errors import LinkError, PeerError
 
@@ -18,7 +23,7 @@ READ_BYTES = 1 << 18
 IDLE_S = 120.0  # without a byte either way: grpc's keepalive asks every 10 s while a call is under way
 FLUSH_S = 5.0  # what is written last may take so long
 
-Passing = Callable[[int], Awaitable[None]]  # waits until so many bytes may pass, and counts them
+Copying = Callable[[], Coroutine[None, None, None]]
 
 
 @dataclass(slots=True)
@@ -30,24 +35,30 @@ class Ending:
     by_far: bool = False  # or the far one
     heard_at: float = 0.0  # when the last byte came from the far end, by the loop's clock
 
+    def local_ended(self) -> None:
+        """All that the local socket had to say has gone into the tunnel."""
+        self.by_local = not self.by_far
+
+    def far_ended(self) -> None:
+        """All that the far end had to say has come."""
+        self.by_far = not self.by_local
+
 
 async def relay(
-    one: Stream, other: Stream, passing: Passing, idle_s: float = IDLE_S, read_bytes: int = READ_BYTES
+    one: Stream, other: Stream, passing: Moved, idle_s: float = IDLE_S, read_bytes: int = READ_BYTES
 ) -> None:
     """Copies both ways, in pieces of `read_bytes` at most, until either side is over or nothing has moved for `idle_s`.
 
     Closes both.
     """
-    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(idle_s) as idle:
-
-            async def moved(size: int) -> None:
-                idle.reschedule(loop.time() + idle_s)
-                await passing(size)
-
-            there, back = (one[0], other[1]), (other[0], one[1])
-            await _first(*(_copy(*way, moved, read_bytes) for way in (there, back)))
+        async with _idle(passing, idle_s) as moved, taken(one, other) as sockets:
+            if sockets is None:
+                await _first(_copy(one[0], other[1], moved, read_bytes), _copy(other[0], one[1], moved, read_bytes))
+            else:
+                there = Way(sockets.one, sockets.other, sockets.there, sockets.early_one, moved, read_bytes)
+                back = Way(sockets.other, sockets.one, sockets.back, sockets.early_other, moved, read_bytes)
+                await _first(there.run(), back.run())
     except (OSError, TimeoutError):
         pass  # whichever side is left sees its stream end
     finally:
@@ -55,27 +66,34 @@ async def relay(
 
 
 async def join(
-    local: Stream, stream: Stream, passing: Passing, idle_s: float = IDLE_S, ending: Ending | None = None
+    local: Stream, stream: Stream, passing: Moved, idle_s: float = IDLE_S, ending: Ending | None = None
 ) -> Ending:
     """Carries a local connection over a tunnel until both directions have ended, or one breaks; closes both.
 
-    `ending` is filled in as it goes, and returned.
+    `ending` is filled in as it goes, and returned. Who cancels it gives up what still waits to be written.
     """
-    loop, ending = asyncio.get_running_loop(), ending or Ending()
+    ending = ending or Ending()
     try:
-        async with asyncio.timeout(idle_s) as idle:
-
-            async def moved(size: int) -> None:
-                idle.reschedule(loop.time() + idle_s)
-                await passing(size)
-
-            await _both(_outward(local, stream, moved, ending), _inward(local, stream, moved, ending))
+        async with _idle(passing, idle_s) as moved, taken(local, stream) as sockets:
+            heard = _hearing(moved, ending)
+            outward: Copying
+            inward: Copying
+            if sockets is None:
+                outward = partial(_outward, local[0], stream[1], moved)
+                inward = partial(_inward, stream[0], local[1], heard)
+            else:
+                outward = Outward(sockets.one, sockets.other, sockets.there, sockets.early_one, moved, READ_BYTES).run
+                inward = Inward(sockets.other, sockets.one, sockets.back, sockets.early_other, heard, READ_BYTES).run
+            await _both(_then(outward, ending.local_ended), _then(inward, ending.far_ended))
     except TimeoutError:
         ending.error = LinkError(f"nothing has moved for {idle_s:.0f} s")
     except OSError as error:
         ending.error = LinkError(f"the tunnel broke: {error.strerror or error}")
     except PeerError as error:
         ending.error = error
+    except asyncio.CancelledError:
+        local[1].transport.abort()
+        raise
     finally:
         if ending.error is not None:
             local[1].transport.abort()  # what still waits to be written is no use: TLS misses the rest
@@ -97,38 +115,81 @@ async def hang_up(*writers: asyncio.StreamWriter) -> None:
             writer.transport.abort()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: Passing, read_bytes: int) -> None:
+@asynccontextmanager
+async def _idle(passing: Moved, idle_s: float) -> AsyncIterator[Moved]:
+    """`passing`, without which what is enclosed ends with a TimeoutError after `idle_s`."""
+    loop = asyncio.get_running_loop()
+    time, moved_at = loop.time, loop.time()
+    timer: asyncio.TimerHandle
+
+    def moved(size: int) -> float:
+        nonlocal moved_at
+        moved_at = time()
+        return passing(size)
+
+    def look() -> None:
+        """A timer moved for each piece would cost more than the piece."""
+        nonlocal timer
+        if moved_at + idle_s > time():
+            timer = loop.call_at(moved_at + idle_s, look)
+        else:
+            idle.reschedule(time())
+
+    timer = loop.call_later(idle_s, look)
+    try:
+        async with asyncio.timeout(None) as idle:
+            yield moved
+    finally:
+        timer.cancel()
+
+
+def _hearing(moved: Moved, ending: Ending) -> Moved:
+    time = asyncio.get_running_loop().time
+
+    def heard(size: int) -> float:
+        ending.heard_at = time()
+        return moved(size)
+
+    return heard
+
+
+async def _then(way: Copying, note: Callable[[], None]) -> None:
+    await way()
+    note()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: Moved, read_bytes: int) -> None:
     while data := await reader.read(read_bytes):
-        await moved(len(data))
+        await _pass(moved(len(data)))
         writer.write(data)
         await writer.drain()
 
 
-async def _outward(local: Stream, stream: Stream, moved: Passing, ending: Ending) -> None:
-    reader, writer = local[0], stream[1]
+async def _outward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: Moved) -> None:
     while data := await reader.read(READ_BYTES):
-        await moved(len(data))
+        await _pass(moved(len(data)))
         writer.writelines((tunnel.frame_head(len(data)), data))
         await writer.drain()
-    ending.by_local = not ending.by_far
     writer.write(tunnel.END)
     await writer.drain()
 
 
-async def _inward(local: Stream, stream: Stream, moved: Passing, ending: Ending) -> None:
-    reader, writer, time = stream[0], local[1], asyncio.get_running_loop().time
+async def _inward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: Moved) -> None:
     unframer = tunnel.Unframer()
     while not unframer.ended:
         if not (data := await reader.read(READ_BYTES)):
             raise LinkError("the tunnel broke off")
-        ending.heard_at = time()
+        await _pass(heard(len(data)))
         for piece in unframer.feed(data):
             writer.write(piece)
-        await moved(len(data))
         await writer.drain()
-    ending.by_far = not ending.by_local
     if writer.can_write_eof():
         writer.write_eof()
+
+
+async def _pass(seconds: float) -> None:
+    if seconds > 0:
+        await asyncio.sleep(seconds)
 
 
 async def _both(*copies: Coroutine[None, None, None]) -> None:

@@ -28,6 +28,7 @@ from peerloom.optim.rotated_stack import RotatedStack, Setting
 
 Group = dict[str, Any]
 
+MAX_SIDE = 8192  # of a matrix: a longer side keeps the identity
 STACK_ELEMENTS = 1 << 24  # of equal shapes worked on at a time: small matrices share a kernel, large ones need not
 
 
@@ -62,7 +63,7 @@ class BasisRotatedAdam(Optimizer):
         freq: int = 10,
         *,
         rotate: bool = True,
-        max_side: int = 8192,
+        max_side: int = MAX_SIDE,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "source": source,

@@ -129,6 +129,20 @@ class Unframer:
         self._left = 0  # bytes of the frame under way
         self._head = b""
 
+    @property
+    def left(self) -> int:
+        """Bytes of the frame under way that have not come yet; 0 between frames, and within a head."""
+        return self._left
+
+    @property
+    def head_left(self) -> int:
+        """Bytes of the next head that have not come yet, to one who asks between frames."""
+        return FRAME_HEAD_BYTES - len(self._head)
+
+    def skip(self, size: int) -> None:
+        """So many bytes of the frame under way, at most `left`, went another way."""
+        self._left -= size
+
     def feed(self, data: bytes) -> list[memoryview]:
         """The payload in `data`, in order, uncopied; raises MalformedMessage for a frame too large or past the end."""
         found: list[memoryview] = []
@@ -142,7 +156,7 @@ class Unframer:
                 self._left -= len(piece)
                 at += len(piece)
                 continue
-            taken = view[at : at + FRAME_HEAD_BYTES - len(self._head)]
+            taken = view[at : at + self.head_left]
             self._head += bytes(taken)
             at += len(taken)
             if len(self._head) == FRAME_HEAD_BYTES:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +18,7 @@ import pytest
 from .helpers import HELD
 
 GRACE_S = 5.0  # a process or thread that is ending may still be seen
+gc.disable()  # a fifth of the time of collecting the tests, torch's import above all, would be the collector's
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +45,12 @@ async def no_task_left() -> AsyncIterator[None]:
     assert not names, f"tasks left: {', '.join(names)}"
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not go through it again and again."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts `no_task_left` around every test that has a loop: set up first, it looks last."""
     for item in items:
@@ -57,7 +68,15 @@ def _threads_but(known: set[threading.Thread]) -> list[str]:
 
 
 def _children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    """Linux lists them in a file a thread; psutil alone reads the parent of every process there is, for each test."""
+    tasks = Path("/proc/self/task")
+    if not (tasks / str(os.getpid()) / "children").exists():
+        return psutil.Process().children()
+    found = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # a thread, or a child, that has just ended
+            found += [psutil.Process(int(pid)) for pid in (task / "children").read_text().split()]
+    return found
 
 
 def _children_but(known: set[psutil.Process]) -> list[str]:

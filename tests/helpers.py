@@ -23,6 +23,13 @@ from peerloom.node.http_endpoint import SERVED_AT
 PATIENCE_S = 120.0  # for whatever must happen sooner or later, on a machine that may be busy
 HELD: set[int] = set()  # pids of peers, which are ended and looked after by whoever made them
 T = TypeVar("T")
+# in sessions of their own they would outlive a pytest that is killed, and train for ever: the kernel ends them with it
+BOUND = ("setpriv", "--pdeathsig", "KILL") if sys.platform == "linux" and shutil.which("setpriv") else ()
+
+
+def peer_command(*arguments: str) -> list[str]:
+    """A `peer` command that ends when the thread that starts it does, where Linux can see to that."""
+    return [*BOUND, sys.executable, "-m", "peerloom.node", *arguments]
 
 
 def wait_for(what: str, look: Callable[[], T | None], seconds: float = PATIENCE_S, every_s: float = 0.1) -> T:
@@ -42,11 +49,13 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def processes_of(session: int) -> list[psutil.Process]:
-    """All live processes of a session, zombies left out."""
+    """All live processes of a node's session, and its workers, which are told its pid; zombies left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            command = process.cmdline()
+            worker = str(session) in command and any(one.startswith("peerloom.node.worker.") for one in command)
+            if (worker or os.getsid(process.pid) == session) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -64,7 +73,7 @@ class Peer:
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self._from = self.err.stat().st_size
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "peerloom.node", *arguments],
+                [*prefix, *peer_command(*arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -293,7 +302,7 @@ class Swarm:
 def run_peer(*arguments: str, timeout_s: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs one `peer` command to its end; fails when a process of its session is left."""
     with subprocess.Popen(
-        [sys.executable, "-m", "peerloom.node", *arguments],
+        peer_command(*arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -337,10 +346,12 @@ def write_run(
     pairing: str = "rendezvous",
     local_steps: int = 4,
     match_timeout_s: float = 3.0,
-    clip_radius: float = 2.0,
-    overlap: bool = False,
+    **gasloc: object,
 ) -> Path:
-    """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path."""
+    """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path.
+
+    `gasloc` holds further keys of its table.
+    """
     words = "the of and to in is was he for it with as his on be at by had not are but from or have".split()
     text = folder / "text"
     text.mkdir(parents=True)
@@ -369,8 +380,8 @@ eval_every_rounds = 1
 local_steps = {local_steps}
 pairing = "{pairing}"
 match_timeout_s = {match_timeout_s}
-clip_radius = {clip_radius}
-overlap = {str(overlap).lower()}
 max_round_skew = 1000000
 """)
+    with run.open("a") as file:
+        file.writelines(f"{key} = {json.dumps(value)}\n" for key, value in gasloc.items())
     return run

@@ -54,7 +54,7 @@ class InnerLoop:
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
         self._device = self._parameters[0].device
-        self._hidden = set() if train.optimizer == "adamw" else _hidden_matrices(model)
+        self._hidden = set() if train.optimizer == "adamw" else hidden_matrices(model)
         self._adam, self._muon = self._fresh()
 
     def _fresh(self) -> tuple[torch.optim.Optimizer | None, torch.optim.Muon | None]:
@@ -171,7 +171,7 @@ def state_shape(what: str, shape: torch.Size) -> torch.Size:
     return shape if side is None else torch.Size((shape[side],) * 2)
 
 
-def _hidden_matrices(model: nn.Module) -> set[str]:
+def hidden_matrices(model: nn.Module) -> set[str]:
     """Names of the parameters with two dimensions that are neither an embedding's nor the output head's."""
     outer = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()

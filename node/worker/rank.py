@@ -10,7 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from peerloom.node.worker.main import guarded, import_libraries, prepare_process
+from peerloom.node.worker.main import guarded, import_libraries, prepare_process, step_back
 from peerloom.protocol.errors import PeerloomError
 
 
@@ -29,6 +29,7 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             return
         answer: object = None
         if isinstance(message, Join):
+            step_back(message.setup.nice)
             spec, block = message.setup.spec, SharedBlock(memory_fd, message.layout)
             try:
                 model = model_over(spec, block.view("params"))  # before they meet: then each waits for the slowest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -65,7 +66,7 @@ def documents(spec: DataSpec) -> Iterator[Document]:
 def _files(spec: DataSpec) -> tuple[Path, list[Path]]:
     if spec.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        found = [path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
+        found = list(_library(root))
         if not found:
             raise DataError(f"no standard library sources are in {root}; set data.source to a text folder")
         return root, sorted(found)
@@ -83,6 +84,13 @@ def _files(spec: DataSpec) -> tuple[Path, list[Path]]:
     except OSError as error:
         raise DataError(f"the data path {root} cannot be read: {error.strerror}") from error
     raise DataError(f"the data path {root} does not exist; correct data.source or --data, or create it")
+
+
+def _library(root: Path) -> Iterator[Path]:
+    """The standard library's sources; what is left out, which is most of what is there, is not entered."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _of_file(path: Path, field: str) -> Iterator[tuple[bytes, float]]:

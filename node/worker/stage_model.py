@@ -101,11 +101,6 @@ def stage_outline(spec: RunSpec, stage: int) -> StageModel:
     return _on_meta(spec, _config(spec), stage)
 
 
-def stage_numel(spec: RunSpec, stage: int) -> int:
-    """How many parameters a stage has; nothing is allocated for it."""
-    return sum(parameter.numel() for parameter in stage_outline(spec, stage).parameters())
-
-
 def _on_meta(spec: RunSpec, config: Any, stage: int) -> StageModel:
     from transformers import AutoModelForCausalLM
 

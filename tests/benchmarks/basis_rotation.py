@@ -7,8 +7,10 @@ hundredth; each method takes, with and without delay, the rate with the fewest s
 grid that grows by factors of two until no best rate lies on its edge.
 
 `--quick`: three methods, 200 steps, one seed, and the small step cost, within 60 s: a look, no result. Without a flag:
-all methods, 2 seeds. `--full`: 3 seeds, and shorter, longer and larger runs of three methods, whose rows end in the
-setting's name. Finished runs are kept in results/basis_rotation/ and never run twice.
+all methods at 118,704 parameters, 2 seeds, the five that tell most before the others. `--full`: also smaller, larger,
+shorter and longer runs of three methods, whose rows end in the setting's name. Finished runs are kept in
+results/basis_rotation/ and never run twice; a run cut short is run anew. `--stored` runs nothing: rows, table and plots
+of what is kept. `--processes 1` trains in this process, so that one signal stops all.
 """
 
 from __future__ import annotations
@@ -23,58 +25,87 @@ import torch
 
 from tests.benchmarks.basis_rotation_cost import cost_rows
 from tests.benchmarks.basis_rotation_model import Size
-from tests.benchmarks.basis_rotation_plot import plot
+from tests.benchmarks.basis_rotation_plot import plot, plot_trends
 from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, sweep, target_loss
 from tests.benchmarks.basis_rotation_train import METHODS, Kind, Plan
 from tests.benchmarks.rows import Row, main
 
 RESULTS = Path(__file__).parent / "results" / "basis_rotation"
 GRID = {1: (1e-3, 2e-3, 4e-3, 8e-3), 32: (5e-4, 1e-3, 2e-3, 4e-3)}
-TRENDS = {
-    "short": replace(Plan(), steps=1500, warmup=75),
-    "long": replace(Plan(), steps=12_000, warmup=600),
-    "wide": replace(Plan(), size=Size(width=64, heads=4, hidden=192, length=64, batch=4), steps=8000, warmup=400),
+MAIN = replace(Plan(), size=Size(width=48, heads=3, hidden=144), steps=6000, warmup=300)
+TRENDS = {  # one batch for all, so that size and length alone differ
+    "small": replace(MAIN, size=Size()),
+    "wide": replace(MAIN, size=Size(width=64, heads=4, hidden=192)),
+    "short": replace(MAIN, size=Size(), steps=1500, warmup=75),
+    "long": replace(MAIN, size=Size(), steps=18_000, warmup=900),
 }
 QUICK_PLAN = replace(Plan(), steps=200, warmup=20, eval_every=10)
 QUICK_GRID = {1: (4e-3, 8e-3), 32: (1e-3, 4e-3)}
 QUICK: tuple[Kind, ...] = ("adamw", "nesterov", "2nd_bi")
+TELLING: tuple[Kind, ...] = ("adamw", "2nd_bi", "nesterov", "pipedream_lr", "soap")
 BASELINES: tuple[Kind, ...] = ("adamw", "pipedream_lr", "nesterov")
 Found = dict[tuple[Kind, int], Outcome]
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    """Runs what is missing, prints every method's best, draws the plot, and gives the rows."""
+    """Runs what is missing, prints every method's best, draws the plots, and gives the rows."""
     torch.set_num_threads(1)
     if arguments.quick:
-        rows = slowdowns(QUICK_PLAN, QUICK, QUICK_GRID, [0], None)
-    else:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        rows = slowdowns(Plan(), METHODS, GRID, range(3 if arguments.full else 2), RESULTS)
-    for name, plan in TRENDS.items() if arguments.full else ():
-        rows += slowdowns(plan, QUICK, GRID, range(2), RESULTS, name)
-    return [*rows, *cost_rows(quick=arguments.quick)]
+        return [*slowdowns(QUICK_PLAN, QUICK, QUICK_GRID, [0], None), *cost_rows(quick=True)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    plans: list[tuple[str, Plan, Sequence[Kind]]] = [("", MAIN, METHODS)]
+    if arguments.full or arguments.stored:
+        plans += [(name, plan, QUICK) for name, plan in TRENDS.items()]
+    if not arguments.stored:
+        for _, plan, kinds in plans:
+            for part in (TELLING, kinds) if plan is MAIN else (kinds,):
+                run_missing(Curves(plan, RESULTS), part, GRID, range(2), arguments.processes)
+    rows = [row for name, plan, kinds in plans for row in stored_rows(Curves(plan, RESULTS), kinds, name)]
+    if len(plans) > 1:
+        report_trends([plan for _, plan, _ in plans])
+    return rows if arguments.stored else [*rows, *cost_rows(quick=False)]
 
 
 def slowdowns(
-    plan: Plan,
+    plan: Plan, kinds: Sequence[Kind], grid: dict[int, Sequence[float]], seeds: Sequence[int], folder: Path | None
+) -> list[Row]:
+    """The sweep of one plan, kept nowhere without a folder."""
+    curves = Curves(plan, folder)
+    run_missing(curves, kinds, grid, seeds, max(1, min(2, os.cpu_count() or 1)), grow=folder is not None)
+    return rows_of(curves, kinds, seeds)
+
+
+def run_missing(
+    curves: Curves,
     kinds: Sequence[Kind],
     grid: dict[int, Sequence[float]],
     seeds: Sequence[int],
-    folder: Path | None,
-    trend: str = "",
-) -> list[Row]:
-    """The sweep of one plan; with a folder its runs and plot are kept there, and the grid grows off its edges."""
-    curves = Curves(plan, folder)
-    processes = max(1, min(2, os.cpu_count() or 1))
-    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=folder is not None)
+    processes: int,
+    *,
+    grow: bool = True,
+) -> None:
+    """Runs what the grid asks for and is not there; the grid grows off its edges."""
+    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=grow)
+
+
+def rows_of(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], trend: str = "") -> list[Row]:
+    """The table and the rows of the runs that are there."""
     target = target_loss(curves, seeds)
     found = outcomes(curves, kinds, seeds, target)
     report(curves, found, target)
-    if folder is not None:
-        path = folder / f"slowdown{trend and '_' + trend}.png"
-        drawn = plot(curves, list(found.values()), seeds, target, path)
-        print(f"plot: {path}" if drawn else "no plot: install the extra `bench` for matplotlib")
-    return slowdown_rows(plan, found, target, len(seeds), trend)
+    return slowdown_rows(curves.plan, found, target, len(seeds), trend)
+
+
+def stored_rows(curves: Curves, kinds: Sequence[Kind], trend: str = "") -> list[Row]:
+    """Those of the kept runs, with a plot beside them."""
+    seeds = seeds_of(curves)
+    if not seeds:
+        return []
+    target = target_loss(curves, seeds)
+    path = RESULTS / f"slowdown{trend and '_' + trend}.png"
+    drawn = plot(curves, list(outcomes(curves, kinds, seeds, target).values()), seeds, target, path)
+    print(f"plot: {path.name}" if drawn else "no plot: install the extra `bench` for matplotlib")
+    return rows_of(curves, kinds, seeds, trend)
 
 
 def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:
@@ -92,6 +123,34 @@ def report(curves: Curves, found: Found, target: float) -> None:
         steps = " ".join("-" if one is None else f"{one:.0f}" for one in best.by_seed)
         edge = "  ON AN EDGE" if best.at_edge else ""
         print(f"{kind:13} P={depth:<3} lr {best.lr:<8g} steps {steps}  last loss {best.loss:.4f}{edge}")
+
+
+def report_trends(plans: Sequence[Plan]) -> None:
+    """How the slowdowns move with size and length: a table and a plot of what is kept."""
+    points: list[tuple[int, int, dict[Kind, float]]] = []
+    for plan in plans:
+        curves = Curves(plan, RESULTS)
+        if seeds := seeds_of(curves):
+            found = outcomes(curves, QUICK, seeds, target_loss(curves, seeds))
+            figures = {kind: slowdown(plan, found, kind) for kind in QUICK}
+            ratios = {kind: figure[0] / figure[1] for kind, figure in figures.items() if figure is not None}
+            points.append((plan.size.numel(), plan.steps, ratios))
+            told = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items())
+            share = ratios["2nd_bi"] / ratios["adamw"] if ratios.keys() >= {"2nd_bi", "adamw"} else None
+            print(
+                f"{plan.size.numel():>9,} parameters {plan.steps:>6,} steps {len(seeds)} seeds: {told}"
+                + ("" if share is None else f"; 2nd_bi over adamw {share:.2f}")
+            )
+    if points:
+        plot_trends(points, RESULTS / "slowdown_trends.png")
+
+
+def seeds_of(curves: Curves) -> Sequence[int]:
+    """Both where AdamW has both, none where it has none."""
+    for seeds in (range(2), range(1)):
+        if all(curves.rates("adamw", depth, seeds) for depth in (1, curves.plan.depth)):
+            return seeds
+    return ()
 
 
 def slowdown(plan: Plan, found: Found, kind: Kind) -> tuple[float, float, bool] | None:
@@ -138,5 +197,11 @@ def slowdown_rows(plan: Plan, found: Found, target: float, seeds: int, trend: st
     return rows
 
 
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Those of this benchmark."""
+    parser.add_argument("--stored", action="store_true", help="run nothing: rows and plots of the runs that are kept")
+    parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)), help="at once")
+
+
 if __name__ == "__main__":
-    main(__doc__ or "", measure)
+    main(__doc__ or "", measure, flags)

@@ -20,11 +20,12 @@ from peerloom.optim.basis_rotation import BasisRotatedAdam
 from tests.benchmarks.rows import Row, median
 
 BYTES = 256
+FREQUENCIES = (10, 100)  # steps between refreshes
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A Llama's blocks at one width, the tokens of an update and of a pass, and how often each part is timed."""
+    """A Llama's blocks at one width, the tokens of a step and of a pass, and how often each part is timed."""
 
     width: int
     hidden: int
@@ -32,15 +33,14 @@ class Scale:
     length: int
     tokens: int
     tokens_a_pass: int
-    freq: int
     rounds: int
 
 
 SMALL = Scale(
-    width=256, hidden=704, layers=2, length=256, tokens=8192, tokens_a_pass=2048, freq=10, rounds=5
+    width=256, hidden=704, layers=2, length=256, tokens=8192, tokens_a_pass=2048, rounds=5
 )  # fmt: skip
 LARGE = Scale(
-    width=1024, hidden=2816, layers=1, length=1024, tokens=65536, tokens_a_pass=2048, freq=100, rounds=3
+    width=1024, hidden=2816, layers=1, length=1024, tokens=65536, tokens_a_pass=2048, rounds=3
 )  # fmt: skip
 
 
@@ -53,10 +53,10 @@ class Parts:
     ordinary: float
     refresh: float
 
-    def whole(self, scale: Scale, *, rotated: bool) -> float:
-        """A training step."""
-        ours = ((scale.freq - 1) * self.ordinary + self.refresh) / scale.freq
-        return self.forward_backward * (scale.tokens / scale.tokens_a_pass) + (ours if rotated else self.adamw)
+    def whole(self, scale: Scale, freq: int | None) -> float:
+        """A training step; without `freq` AdamW's."""
+        step = self.adamw if freq is None else ((freq - 1) * self.ordinary + self.refresh) / freq
+        return self.forward_backward * (scale.tokens / scale.tokens_a_pass) + step
 
 
 class Block(nn.Module):
@@ -99,18 +99,19 @@ class Net(nn.Module):
 
 
 def cost_rows(*, quick: bool) -> list[Row]:
-    """`step_cost_256_freq10`, and where there is time `step_cost_1024_freq100`."""
-    return [cost_row(scale, measure(scale)) for scale in ((SMALL,) if quick else (SMALL, LARGE))]
+    """`step_cost_256_freq10` and `_freq100`, and where there is time the same of 1024."""
+    measured = [(scale, measure(scale)) for scale in ((SMALL,) if quick else (SMALL, LARGE))]
+    return [cost_row(scale, freq, parts) for scale, parts in measured for freq in FREQUENCIES]
 
 
-def cost_row(scale: Scale, parts: Parts) -> Row:
+def cost_row(scale: Scale, freq: int, parts: Parts) -> Row:
     """One row; the setting says what the step was and what its parts took."""
     return Row(
-        name=f"step_cost_{scale.width}_freq{scale.freq}",
-        value=parts.whole(scale, rotated=True),
+        name=f"step_cost_{scale.width}_freq{freq}",
+        value=parts.whole(scale, freq),
         unit="CPU s a step",
         baseline="AdamW, fused",
-        baseline_value=parts.whole(scale, rotated=False),
+        baseline_value=parts.whole(scale, None),
         setting=f"{scale.layers} blocks, {scale.tokens} tokens a step in passes of {scale.tokens_a_pass} "
         f"({parts.forward_backward:.3f} s each), AdamW {parts.adamw:.4f} s, ordinary step {parts.ordinary:.4f} s, "
         f"refresh {parts.refresh:.4f} s, 1 thread",

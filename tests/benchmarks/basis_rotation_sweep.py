@@ -49,10 +49,11 @@ class Curves:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             for line in lines:
                 self._keep(json.loads(line))
-        elif self.path is not None:
-            self.path.write_text(f'{{"plan": {shape}}}\n', encoding="utf-8")
+        self._head = f'{{"plan": {shape}}}\n'
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
+        if self.path is not None and not self.path.exists():
+            self.path.write_text(self._head, encoding="utf-8")
         for record in records:
             self._keep(record)
             if self.path is not None:
@@ -155,7 +156,12 @@ def sweep(
     *,
     grow: bool = True,
 ) -> None:
-    """Runs what is missing, one seed of all methods before the next; a batch of rates is one process's job."""
+    """Runs what is missing, one seed of all methods before the next; a batch of rates is one process's job.
+
+    One process is this one.
+    """
+    if processes == 1:
+        return _sweep_here(curves, kinds, grid, seeds, tell, grow)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running: dict[Future[list[Any]], tuple[Kind, int]] = {}
@@ -173,6 +179,26 @@ def sweep(
                 kind, seed = running.pop(future)
                 curves.add(future.result())
                 tell(f"{kind}, seed {seed}: done")
+
+
+def _sweep_here(
+    curves: Curves,
+    kinds: Sequence[Kind],
+    grid: dict[int, Sequence[float]],
+    seeds: Sequence[int],
+    tell: Callable[[str], None],
+    grow: bool,
+) -> None:
+    found = True
+    while found:
+        found = False
+        for seed in seeds:
+            for kind in kinds:
+                runs = missing(curves, kind, grid, seed, seeds, grow)
+                if runs:
+                    found = True
+                    tell(f"{kind}, seed {seed}: {', '.join(f'{run.lr:g}/{run.depth}' for run in runs)}")
+                    curves.add(train(curves.plan, kind, runs, read_text(), tell))
 
 
 def work(plan: Plan, kind: Kind, runs: Sequence[Run]) -> list[Any]:

@@ -92,6 +92,14 @@ FURTHER = (
     outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
     outer(Setting(label="overlapped GASLoC 1-peer H=16, 4 steps", partners="1peer", delay=4), OUTER),
 )
+SIZES = tuple(  # at the bytes of the plain form: does the default hang on the size of the swarm?
+    outer(replace(base, workers=n, label=f"{base.label}, {n} workers"), OUTER)
+    for n in (4, 8)
+    for base in (
+        Setting(label="GASLoC 1-peer H=16", partners="1peer"),
+        Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24),
+    )
+)
 FAMILIES = LOCAL_STEPS + EVERY_STEP + FURTHER
 
 

@@ -2,7 +2,8 @@
 
 `utilization_*` is the share of the time in which the less busy of the two workers computes, with the asynchronous
 schedule, against the same workers with synchronous 1F1B in the same run, in turn; medians over the turns. `recovery_s`
-is that of `pipeline_recovery`: one kill in quick mode, ten in a row in the full one, else three.
+and `recovery_loss` are those of `pipeline_recovery`, whose finished runs are kept: one kill in quick mode, ten in a row
+in the full one, else three.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec, Schedule
+from tests.benchmarks import pipeline_recovery
 from tests.benchmarks.pipeline_ends import StagePair
-from tests.benchmarks.pipeline_recovery import recovery, text_in
+from tests.benchmarks.pipeline_recovery import text_in
 from tests.benchmarks.rows import Row, main, median
 
 DELAYS_MS = (0, 20, 100)
@@ -67,10 +69,10 @@ def row_of(delay: int, shares: dict[tuple[str, int], list[list[float]]]) -> Row:
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Utilization, then recovery."""
-    turns, updates, kills = (1, 2, 1) if arguments.quick else (5, 8, 10) if arguments.full else (3, 4, 3)
+    turns, updates = (1, 2) if arguments.quick else (5, 8) if arguments.full else (3, 4)
     rows = asyncio.run(utilization(turns, updates))
-    print(f"utilization measured; now {kills} kills", file=sys.stderr)
-    return [*rows, recovery(kills)]
+    print("utilization measured; now the kills", file=sys.stderr)
+    return [*rows, *pipeline_recovery.measure(arguments)]
 
 
 if __name__ == "__main__":

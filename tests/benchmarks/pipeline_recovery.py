@@ -1,81 +1,214 @@
-"""How soon a stage trains again whose host was killed: real nodes under load, kill after kill, a stage drawn each time.
+"""How soon a stage trains again whose host was killed, and what ten kills in a row cost the model that is trained.
 
-From kill -9 of one of three hosts to the first update of its stage under another: the standby's, whose worker process
-is warm. The victim comes back as the next standby. The baseline is what the issue allows: the heartbeat's end and
-ten seconds.
+Real nodes under load, one of four stages drawn and killed -9 time after time; the victim comes back as the next
+standby. `recovery_s` goes from the kill to the first update of the stage under its next host, the standby, whose worker
+process is warm; its baseline is what is allowed, the heartbeat's end and ten seconds. `recovery_loss` is the held-out
+loss where the run with the kills ends against the mean of undisturbed runs of the same spec at the same update, and
+says how far these are apart: nodes draw their batches by who they are, so no two runs are the same. One smoothing rule:
+a loss is the mean of the last 5 evaluations.
+
+`--quick`: one kill, no loss. Without a flag: 3 kills and 2 undisturbed runs. `--full`: 10 and 3. Finished runs are kept
+in results/pipeline/recovery.jsonl and not run again; without the file all are. Part of `tests.benchmarks.pipeline` too.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, variance
 
-from tests.benchmarks.rows import Row, median
+from tests.benchmarks.rows import Row, machine, main, median
 from tests.helpers import Node, Swarm, swarm_folder, wait_for
-from tests.unit.node.tiny import write_text
 
-STAGES, BACKUP_EVERY = 3, 5
+STAGES, BACKUP_EVERY, EVAL_EVERY = 4, 5, 10
 ALLOWED_S = 10.0  # after the heartbeat's end
 DEAD_AFTER_S = 4.0
-
-
-def text_in(folder: Path) -> Path:
-    """Text that takes no time to tokenize."""
-    where = folder / "text"
-    return where if where.is_dir() else write_text(where, 200)
-
-
-def recovery(kills: int) -> Row:
-    """One row: the median over the kills, the longest in its setting."""
-    with swarm_folder() as folder:
-        scene = Scene(folder)
-        try:
-            seconds = [scene.kill(stage) for stage in stages_to_kill(kills)]
-        finally:
-            scene.swarm.stop()
-    return Row(
-        name="recovery_s",
-        value=median(seconds),
-        unit="s",
-        baseline="allowed: heartbeat's end and 10 s",
-        baseline_value=DEAD_AFTER_S + ALLOWED_S,
-        setting=f"{kills} kills -9 in a row, each of a stage of {STAGES} under load, to the new host's first update; "
-        f"longest {max(seconds):.1f} s; all on this machine, the standby's worker warm",
-    )
-
-
-def stages_to_kill(kills: int) -> list[int]:
-    """The middle one first, which has neighbours on both sides; then as they are drawn."""
-    rng = random.Random(kills)
-    return [1, *(rng.randrange(STAGES) for _ in range(kills - 1))]
-
-
-class Scene:
-    """A host a stage, and a standby."""
-
-    def __init__(self, folder: Path) -> None:
-        self._text, run = text_in(folder), folder / "run.toml"
-        run.write_text(f"""
+MEAN_OF = 5  # evaluations
+POINTS = 8  # along the curves where undisturbed runs are compared, for their noise
+TEXT_BYTES = 1_500_000  # little, so that it takes no time to tokenize
+LONGEST_S = 1800.0  # an undisturbed run
+KEPT = Path(__file__).parent / "results" / "pipeline" / "recovery.jsonl"
+SPEC = f"""
 name = "recovery"
 method = "pipeline"
 [model]
-hidden_size = 64
-intermediate_size = 128
+hidden_size = 128
+intermediate_size = 352
 layers = {STAGES}
-[data]
-source = {json.dumps(str(self._text))}
-sequence_length = 64
 [train]
-batch_size = 4
+batch_size = 8
+warmup_steps = 20
+total_steps = 1000
 [pipeline]
 stages = {STAGES}
 backup_every = {BACKUP_EVERY}
+eval_every = {EVAL_EVERY}
 heartbeat_s = 1.0
 dead_after_s = {DEAD_AFTER_S}
-""")
+[data]
+sequence_length = 128
+"""
+Curve = list[tuple[int, float]]  # (update, loss), ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: seconds until training went on after each kill, and its curves."""
+
+    recoveries: list[float]
+    held_out: Curve
+    train: Curve
+    seconds: float
+    machine: str
+
+    @property
+    def kills(self) -> int:
+        return len(self.recoveries)
+
+
+def text_in(folder: Path, size: int = TEXT_BYTES) -> Path:
+    """A part of the standard library, the same files each time."""
+    where = folder / "text"
+    if where.is_dir():
+        return where
+    where.mkdir(parents=True)
+    for module in sorted(Path(json.__file__).parent.parent.glob("*.py")):
+        if size > 0:
+            text = module.read_text(encoding="utf-8")
+            (where / f"{module.stem}.txt").write_text(text, encoding="utf-8")
+            size -= len(text)
+    return where
+
+
+# ---- the rows
+
+
+def recovery_rows(kills: int, undisturbed: int, file: Path | None) -> list[Row]:
+    """Runs what `file` lacks, the run with the kills first; no row of the loss without undisturbed runs."""
+    runs = kept(file)
+    killed = next((run for run in runs if run.kills == kills), None)
+    if killed is None:
+        killed = run_once(kills)
+        keep(file, killed)
+    quiet = [run for run in runs if not run.kills and run.held_out[-1][0] >= killed.held_out[-1][0]]
+    while len(quiet) < undisturbed:
+        print(f"undisturbed run {len(quiet) + 1} of {undisturbed}", file=sys.stderr)
+        quiet.append(run_once(0, until=killed.held_out[-1][0]))
+        keep(file, quiet[-1])
+    return [recovery_row(killed), *([loss_row(killed, quiet)] if undisturbed else [])]
+
+
+def recovery_row(run: Run) -> Row:
+    """The median over the kills, the longest in its setting."""
+    return Row(
+        name="recovery_s",
+        value=median(run.recoveries),
+        unit="s",
+        baseline="allowed: heartbeat's end and 10 s",
+        baseline_value=DEAD_AFTER_S + ALLOWED_S,
+        setting=f"{run.kills} kills -9 in a row, each of a stage of {STAGES} under load, to the new host's first "
+        f"update; longest {max(run.recoveries):.1f} s; all on one machine, the standby's worker warm",
+    )
+
+
+def loss_row(killed: Run, quiet: list[Run]) -> Row:
+    """Where the killed run ends; its setting says how far runs are apart without kills, and with them on the way."""
+    last = killed.held_out[-1][0]
+    theirs, noise = [smoothed(run.held_out, last) for run in quiet], spread([run.held_out for run in quiet], last)
+    ours = smoothed(killed.held_out, last)
+    apart = [
+        abs(smoothed(killed.held_out, at) - fmean(smoothed(run.held_out, at) for run in quiet)) for at in points(last)
+    ]
+    away = abs(ours - fmean(theirs))
+    verdict = "within" if away <= 3 * noise else "NOT within"
+    return Row(
+        name="recovery_loss",
+        value=ours,
+        unit="nats a token, held out",
+        baseline=f"mean of {len(quiet)} undisturbed runs",
+        baseline_value=fmean(theirs),
+        setting=f"{killed.kills} kills in {last} updates; undisturbed {', '.join(f'{loss:.4f}' for loss in theirs)}, "
+        f"their standard deviation {noise:.4f} over {len(points(last))} points of the curve; {away:.4f} apart, "
+        f"{verdict} 3 of these; farthest on the way {max(apart):.4f}; a loss is the mean of {MEAN_OF} evaluations",
+    )
+
+
+def points(last: int) -> list[int]:
+    """Updates at which curves are compared: equally far apart, the first quarter left out, where all fall alike."""
+    return [round(last * (0.25 + 0.75 * (k + 1) / POINTS)) for k in range(POINTS)]
+
+
+def smoothed(curve: Curve, at: int) -> float:
+    """The mean of the last evaluations up to an update."""
+    return fmean([loss for update, loss in curve if update <= at][-MEAN_OF:])
+
+
+def spread(curves: list[Curve], last: int) -> float:
+    """The standard deviation among runs, pooled over the points; 0 of a single one."""
+    if len(curves) < 2:
+        return 0.0
+    return float(fmean(variance([smoothed(curve, at) for curve in curves]) for at in points(last)) ** 0.5)
+
+
+# ---- what is kept
+
+
+def kept(file: Path | None) -> list[Run]:
+    """The runs of this spec."""
+    if file is None or not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [Run(**{name: line[name] for name in Run.__slots__}) for line in lines if line["spec"] == SPEC]
+
+
+def keep(file: Path | None, run: Run) -> None:
+    """Adds one."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"spec": SPEC, **asdict(run)}) + "\n")
+
+
+# ---- the runs
+
+
+def run_once(kills: int, until: int = 0) -> Run:
+    """One swarm: as many kills, or undisturbed until that update is evaluated."""
+    began = time.monotonic()
+    with swarm_folder() as folder:
+        scene = Scene(folder)
+        try:
+            recoveries = [scene.kill(stage) for stage in stages_to_kill(kills)]
+            if not kills:
+                wait_for(f"update {until}", lambda: scene.evaluated() >= until, LONGEST_S, every_s=1.0)
+        finally:
+            scene.swarm.stop()
+        return Run(
+            recoveries=[round(each, 2) for each in recoveries],
+            held_out=scene.curve("evaluated", 0, "held_out_loss"),
+            train=scene.curve("update", STAGES - 1, "loss"),
+            seconds=round(time.monotonic() - began),
+            machine=machine(),
+        )
+
+
+def stages_to_kill(kills: int) -> list[int]:
+    """A middle one first, which has neighbours on both sides; then as they are drawn."""
+    rng = random.Random(kills)
+    return [1, *(rng.randrange(STAGES) for _ in range(kills - 1))] if kills else []
+
+
+class Scene:
+    """A host a stage; a standby is started for each kill."""
+
+    def __init__(self, folder: Path) -> None:
+        self._text, run = text_in(folder), folder / "run.toml"
+        run.write_text(f"{SPEC}source = {json.dumps(str(self._text))}\n")
         self.swarm = Swarm(folder, run, {"TMPDIR": str(folder / "tmp")})
         self.swarm.start()
         self._hosts = [self._join(f"node-{stage}", "--stage", str(stage)) for stage in range(STAGES)]
@@ -101,6 +234,17 @@ dead_after_s = {DEAD_AFTER_S}
         wait_for("updates on", lambda: len(self._updates(standby, stage, died)) > 2 * BACKUP_EVERY)
         return first - died
 
+    def evaluated(self) -> int:
+        """The last update that was evaluated."""
+        found = self.curve("evaluated", 0, "held_out_loss")
+        return found[-1][0] if found else 0
+
+    def curve(self, event: str, stage: int, name: str) -> Curve:
+        """Of all nodes' journals; an update that was made again after a kill counts as it was made last."""
+        told = [each for node in self.swarm.nodes.values() for each in node.events(event) if each["stage"] == stage]
+        found = {each["update"]: float(each[name]) for each in sorted(told, key=lambda each: each["t"])}
+        return sorted((update, round(loss, 5)) for update, loss in found.items())
+
     @staticmethod
     def _has_copy(node: Node, stage: int) -> bool:
         return any((node.home / "runs").glob(f"*/stage-{stage:03d}/checkpoints/round-*"))
@@ -108,3 +252,14 @@ dead_after_s = {DEAD_AFTER_S}
     @staticmethod
     def _updates(node: Node, stage: int, since: float) -> list[float]:
         return [event["t"] for event in node.events("update") if event["t"] > since and event["stage"] == stage]
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """Kills, then as many updates without."""
+    if arguments.quick:
+        return recovery_rows(1, 0, None)
+    return recovery_rows(*((10, 3) if arguments.full else (3, 2)), KEPT)
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure)

@@ -63,14 +63,6 @@ class Session:
         self._process.kill()
         self._process.wait()
 
-    def descendant(self, word: str) -> psutil.Process | None:
-        """The first process it has started whose command line holds `word`."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in self._members()[1:]:
-                if any(word in part for part in process.cmdline()):
-                    return process
-        return None
-
     def pause(self) -> None:
         """Stops every process of it."""
         for process in self._members():

@@ -3,14 +3,13 @@
     python -m tests.benchmarks.uneven [--quick] [--full] [--json FILE]
 
 Real processes on the demo's run with `round_s`. The last node's worker runs at a quarter of the others' share of the
-CPU (nice). First nobody is killed, and the waiting is measured; then every 20 s another node is, by kill -9, and is
+CPU (--nice). First nobody is killed, and the waiting is measured; then every 20 s another node is, by kill -9, and is
 started again at once, with the same home. It must come back at its newest checkpoint or later. `--quick`: 3 nodes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -23,15 +22,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from peerloom.node.worker.data import prepare
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.protocol.runspec import RunSpec
 from tests.benchmarks.rows import Row, main, median
 from tests.benchmarks.sessions import Session
 
-NICE = 6  # weight 272 of 1024: a quarter of a fast node's share of a busy core
+NICE, SLOW_NICE = 10, 16  # weights 110 and 29: a quarter of a fast node's share of a busy core
 ROUND_S = 3.0
 KILL_EVERY_S = 20.0
 CHECKPOINT_S = 5.0
@@ -62,7 +59,6 @@ class Node:
     slow: bool
     session: Session
     stack: ExitStack
-    reniced: int = 0
     lost: list[str] = field(default_factory=list)
 
     def rounds(self) -> list[dict[str, Any]]:
@@ -74,14 +70,6 @@ class Node:
         """The round of it, -1 for none."""
         found = self.home.glob("runs/*/checkpoints/round-*")
         return max((int(path.name.removeprefix("round-")) for path in found), default=-1)
-
-    def renice(self) -> None:
-        """Gives the slow node's worker its small share, once a life."""
-        worker = self.session.descendant("peerloom.node.worker.main") if self.slow else None
-        if worker is not None and worker.pid != self.reniced:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.nice(NICE)
-                self.reniced = worker.pid
 
     def kill_and_restart(self) -> tuple[int, int]:
         """kill -9 and a new start; returns the newest checkpoint's round and how many rounds it had told of."""
@@ -139,6 +127,7 @@ def _start(folder: Path, spec: RunSpec, count: int, stack: ExitStack) -> list[No
         command = [
             "env", f"PEER_CHECKPOINT_EVERY_S={CHECKPOINT_S}", *peer, "join", invite, "--home", str(home),
             "--listen", "127.0.0.1", "--threads", "1", "--device", "cpu", "-v",
+            "--nice", str(SLOW_NICE if index == count - 1 else NICE),
         ]  # fmt: skip
         session = stack.enter_context(Session(command, None, folder / f"node-{index}.out"))
         nodes.append(Node(f"node-{index}", command, home, index == count - 1, session, stack))
@@ -172,7 +161,6 @@ def _pass(nodes: Sequence[Node], seconds: float) -> None:
     while time.monotonic() < end:
         for node in nodes:
             node.session.check()
-            node.renice()
         time.sleep(0.5)
 
 

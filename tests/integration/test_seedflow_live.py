@@ -25,7 +25,7 @@ from tests.helpers import Node, Swarm, run_peer, swarm_folder, write_run
 pytestmark = pytest.mark.slow
 
 NAMES = ["a", "b", "c", "d", "e"]
-STEPS = 1500
+STEPS = 1000
 START_S = 300.0  # six nodes import torch on a machine that may be busy
 Report = Callable[[str, object], None]
 
@@ -51,7 +51,7 @@ batch_size = 4
 eval_batches = 4
 [seedflow]
 rank = 8
-period = 400
+period = 260
 clients = {clients}
 learning_rate = 0.01
 max_steps = {max_steps}

@@ -134,6 +134,7 @@ def test_a_killed_node_is_seen_and_comes_back(swarm: Swarm, record_property: Rep
 def test_a_killed_worker_is_started_again(swarm: Swarm) -> None:
     a, _ = swarm.trainers("a", "b")
     row, worker, before = row_of(swarm, "a"), a.worker(), len(a.rounds())
+    assert (psutil.Process(a.pid).nice(), worker.nice()) == (0, 10), "training steps back for everybody else"
     worker.kill()
     worker.wait(30)
     new = a.wait_for("another worker", lambda: (found := a.worker()).pid != worker.pid and found)

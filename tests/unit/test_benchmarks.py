@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, reach, rows, soak_real, watch
+from tests.benchmarks import dht, exchange, overhead, pipeline, pipeline_recovery, reach, rows, soak_real, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.rows import Row
@@ -174,3 +174,22 @@ def test_utilization_is_the_less_busy_stages_median_over_turns() -> None:
     row = pipeline.row_of(20, shares)
     assert (row.name, row.value, row.baseline_value) == ("utilization_async_20ms", 0.95, 0.45)
     assert "async 0.950 and 0.970, sync 0.500 and 0.450" in row.setting
+
+
+def a_run(recoveries: list[float], off: float) -> pipeline_recovery.Run:
+    """A loss that falls from 4, a little off."""
+    curve = [(update, 4 - update / 100 + off) for update in range(10, 201, 10)]
+    return pipeline_recovery.Run(recoveries, curve, curve, 60.0, "a machine")
+
+
+def test_a_run_with_kills_is_held_against_the_noise_of_those_without(tmp_path: Path) -> None:
+    quiet = [a_run([], off) for off in (0.0, 0.02)]
+    near, far = (pipeline_recovery.loss_row(a_run([5.0, 6.0], off), quiet) for off in (0.04, 0.1))
+    assert (near.value, near.baseline_value) == (pytest.approx(2.24), pytest.approx(2.21))
+    assert "deviation 0.0141" in near.setting and "0.0300 apart, within 3" in near.setting
+    assert "0.0900 apart, NOT within 3" in far.setting
+    file = tmp_path / "results" / "recovery.jsonl"
+    for run in (*quiet, a_run([5.0, 6.0], 0.04)):
+        pipeline_recovery.keep(file, run)
+    rows = pipeline_recovery.recovery_rows(2, 2, file)
+    assert [(row.name, row.value) for row in rows] == [("recovery_s", 5.5), ("recovery_loss", near.value)]

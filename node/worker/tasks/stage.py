@@ -26,7 +26,8 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import init_digest, layout_digest
 from peerloom.node.worker.schedule import learning_rate
-from peerloom.node.worker.stage_model import build_stage, stage_numel
+from peerloom.node.worker.stage_memory import stage_memory
+from peerloom.node.worker.stage_model import build_stage
 from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
@@ -106,17 +107,16 @@ class StageTask:
         return StageWeights(self._model, version, keep=keep, alias=not pipeline.stash and lag > 0)
 
     def _refuse_too_large(self) -> None:
-        """Raises ConfigError when the stage's weights, their versions, gradients and moments do not fit."""
-        pipeline, numel = self._spec.pipeline, stage_numel(self._spec, self._stage)
-        copies = pipeline.lag(self._stage) + 1 if pipeline.stash and pipeline.lag(self._stage) else 0
-        needed = 4 * numel * (4 + copies)
+        """Raises ConfigError when what training and sharing the stage hold does not fit."""
+        memory = stage_memory(self._spec, self._stage, on_cpu=self._device.type == "cpu")
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
         else:
             free = psutil.virtual_memory().available
-        if needed > MEMORY_SHARE * free:
+        if memory.total > MEMORY_SHARE * free:
             raise ConfigError(
-                f"stage {self._stage} takes {needed / 1e9:.1f} GB with {copies} versions of its weights, and "
+                f"stage {self._stage} takes {memory.total / 1e9:.1f} GB with {memory.versions} versions of its weights "
+                f"and {(memory.total - memory.training) / 1e9:.1f} GB for sharing it with another host, and "
                 f"{free / 1e9:.1f} GB are free on {self._device}; free memory, or raise pipeline.stages in the run"
             )
 

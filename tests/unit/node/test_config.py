@@ -66,6 +66,7 @@ BAD = [
     ("device", "cuda:"),
     ("devices", "0,0"),
     ("threads", -1),
+    ("nice", -1),
     ("stage", 256),
     ("max_upload", 1),
     ("max_upload", -5),

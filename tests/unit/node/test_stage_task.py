@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from peerloom.node import checkpoint
 from peerloom.node.worker import messages
 from peerloom.node.worker.inner import InnerLoop
+from peerloom.node.worker.memory import PAGE
 from peerloom.node.worker.schedule import learning_rate
-from peerloom.node.worker.stage_model import build_stage, stage_numel
-from peerloom.node.worker.tasks.stage import StageTask, stage_train
+from peerloom.node.worker.stage_memory import stage_memory
+from peerloom.node.worker.stage_model import build_stage, stage_outline
+from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask, stage_train
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.protocol.errors import ConfigError, SpecError
 from peerloom.protocol.ledger import Microbatch
@@ -121,7 +124,7 @@ def test_theta_0_is_the_same_however_it_is_cut(source: Path) -> None:
 
 def test_stages_are_balanced_and_built_from_their_own_layers(source: Path) -> None:
     spec = stage_spec(source)
-    sizes = [stage_numel(spec, stage) for stage in range(4)]
+    sizes = [sum(p.numel() for p in stage_outline(spec, stage).parameters()) for stage in range(4)]
     layer = build_stage(spec, 1)
     assert sizes[1] == sizes[2] == sum(parameter.numel() for parameter in layer.parameters())
     assert [build_stage(spec, stage).span for stage in range(4)] == [range(k, k + 1) for k in range(4)]
@@ -183,21 +186,45 @@ def test_a_copy_that_does_not_fit_is_passed_over(source: Path, tmp_path: Path, s
     assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+@pytest.mark.parametrize("encoding", ["fp32", "bf16", "int8"])
+def test_the_memory_of_a_stage_is_what_it_holds(source: Path, tmp_path: Path, optimizer: str, encoding: Any) -> None:
+    spec = replace(stage_spec(source, stages=2, optimizer=optimizer), gasloc=GaslocSpec(encoding=encoding))
+    pipeline = LocalPipeline(spec, tmp_path, limit=3)
+    pipeline.run()
+    for stage, task in enumerate(pipeline.tasks):
+        task.obey(messages.Mixing("propose", 0), lambda round: False)
+        task._replica._partner.copy_(task._replica._proposal)
+        task.obey(messages.Mixing("mix", 0), lambda round: False)
+        task.obey(messages.Mixing("propose", 1), lambda round: False)
+        exchanges, weights = task._replica._exchanges, task._flat.flat.nbytes
+        assert exchanges is not None
+        state = sum(value.nbytes for name, value in task._inner.state().items() if not name.startswith("step/"))
+        block = task.layout.total_bytes - task.layout.span("proposal")[0]
+        method = exchanges._method
+        own = {tensor.data_ptr(): tensor.nbytes for tensor in (method.theta, method.previous, exchanges._flat)}
+        own.pop(task._replica._proposal.data_ptr(), None)  # fp32: it lies in the block
+        memory = stage_memory(spec, stage, on_cpu=True)
+        assert memory.versions == len(task._weights._copies) == (2 if stage == 0 else 0)
+        assert memory.training == (2 + memory.versions) * weights + state
+        assert memory.shared == pytest.approx(sum(own.values()) + block, abs=2 * PAGE)
+        assert memory.passing >= max(weights, state)
 
+
+@pytest.mark.parametrize("lacking", ["for training it", "for sharing it"])
 def test_a_stage_that_memory_does_not_hold_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    import psutil
-
-    free = psutil.virtual_memory()._replace(available=100_000)
+    spec = stage_spec(source)
+    memory = stage_memory(spec, 0, on_cpu=True)
+    there = memory.training - 1 if lacking == "for training it" else memory.total - 1
+    free = psutil.virtual_memory()._replace(available=there / MEMORY_SHARE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    with pytest.raises(ConfigError, match=r"stage 0 takes .* GB with 4 versions of its weights"):
-        open_stage(stage_spec(source), tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"stage 0 takes .* GB with 4 versions of its weights and .* GB for sharing"):
+        open_stage(spec, tmp_path, 0)
 
 
 def test_a_model_of_another_family_is_refused(source: Path) -> None:
-    from dataclasses import replace
-
     spec = stage_spec(source)
     with pytest.raises(SpecError, match="gpt2 cannot be cut into stages"):
         build_stage(replace(spec, model=replace(spec.model, architecture="gpt2")), 0)

@@ -21,7 +21,8 @@ from peerloom.node.virtual_time import VirtualClock, run_virtual
 from peerloom.protocol import limits
 from peerloom.protocol.bucket import slice_bytes
 from peerloom.protocol.messages import Accept, Chunk, FetchRequest, Offer, PayloadEnd, StateManifest, StatePiece
-from peerloom.protocol.services import EXCHANGE
+from peerloom.protocol.services import EXCHANGE, STAGE
+from peerloom.protocol.stage_messages import StageOpen
 from peerloom.protocol.types import NodeStatus, PeerId
 
 from .wire import NOW, Handler, Swarm, record_of
@@ -102,6 +103,28 @@ def test_every_five_seconds_of_two_exchanges_keep_to_the_cap(capped: str, index:
     found = windows([sample for sample in samples if sample[1]])
     assert len(found) > 500
     assert 0.95 * 5 * RATE <= min(found) and max(found) <= 1.05 * 5 * RATE
+
+
+def test_what_a_stage_sends_keeps_to_the_cap() -> None:
+    async def take(stream: ExchangeStream) -> None:
+        while not isinstance(await stream.receive(), PayloadEnd):
+            pass
+
+    async def body() -> None:
+        clock = VirtualClock()
+        hub = MemoryHub(clock, random.Random(0), latency_s=0.01, bandwidth=10e6)
+        server = Handler(take)
+        record = record_of(B, await hub.transport(B).start(server), b"memory")
+        stream = await hub.transport(A, caps=Caps(upload=RATE)).open(record, STAGE)
+        began = clock.monotonic()
+        await stream.send(StageOpen("run", 1))
+        for message in outgoing(memoryview(PAYLOAD), Pace(stream.chunk_bytes)):
+            await stream.send(message)
+        await server.ended.get()
+        assert clock.monotonic() - began == pytest.approx(len(PAYLOAD) / RATE, rel=0.05)
+        await stream.close()
+
+    run_virtual(body)
 
 
 def test_a_status_is_not_starved_behind_a_payload() -> None:

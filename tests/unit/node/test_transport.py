@@ -40,7 +40,7 @@ from peerloom.protocol.messages import (
     StatePiece,
     Withdraw,
 )
-from peerloom.protocol.services import EXCHANGE
+from peerloom.protocol.services import EXCHANGE, STAGE
 
 from .wire import NOW, Handler, Swarm, record_of
 
@@ -371,11 +371,15 @@ async def test_leaving_a_fetch_stops_the_donor(swarm: Swarm) -> None:
 async def test_a_mismatch_is_refused_with_both_sides_values(
     swarm: Swarm, stranger: str, changes: dict[str, Any], expected: type[Exception], values: list[str]
 ) -> None:
-    _, record = await swarm.server(Handler(), **(changes if stranger == "server" else {}))
-    client = swarm.client(**(changes if stranger == "client" else {}))
+    handler = Handler()
+    _, record = await swarm.server(handler, **(changes if stranger == "server" else {}))
+    status, stage = (swarm.client(**(changes if stranger == "client" else {})) for _ in range(2))
     with pytest.raises(expected) as caught:
-        await client.status(record)
+        await status.status(record)
     assert all(value in str(caught.value) for value in values)
+    with pytest.raises(expected):
+        await (await stage.open(record, STAGE)).receive()
+    assert handler.ended.empty(), "a stage's stream of another run reaches no stage"
 
 
 async def test_a_shared_version_is_enough(swarm: Swarm) -> None:

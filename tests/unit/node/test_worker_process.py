@@ -15,6 +15,7 @@ import pytest
 
 from peerloom.node.seams import WorkerDied
 from peerloom.node.worker.child import KEEP_FREED
+from peerloom.node.worker.main import AUTOGROUP
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.protocol.errors import DataError
 from peerloom.protocol.types import PeerId
@@ -36,8 +37,14 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def autogroup(pid: int) -> tuple[str, int]:
+    group, _, nice = Path(f"/proc/{pid}/autogroup").read_text().split()
+    return group, int(nice)
+
+
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """The machine's, without semaphores: other tests have processes, too."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
@@ -45,9 +52,13 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     worker = WorkerProcess()
     worker.launch()
     told: list[str] = []
-    ready = await worker.start(setup(tiny_spec(source), tmp_path), lambda what, share: told.append(what))
+    ready = await worker.start(replace(setup(tiny_spec(source), tmp_path), nice=11), lambda what, _: told.append(what))
     pid = worker.pid
     assert pid is not None and "tokenizing" in told
+    assert psutil.Process(pid).nice() == 11
+    if AUTOGROUP.exists():  # the kernel weighs sessions, and a process's own priority only within its session
+        group, nice = autogroup(pid)
+        assert nice == 11 and group != autogroup(os.getpid())[0]
     assert KEEP_FREED.keys() <= psutil.Process(pid).environ().keys()
     assert list(worker.phases) == ["imports", "model", "data", "checkpoint", "evaluation"]
     start_point = bytes(worker.theta())

@@ -155,6 +155,6 @@ def test_the_rows() -> None:
 
 def test_a_whole_step_is_its_passes_and_its_share_of_refreshes() -> None:
     parts: Any = Parts(forward_backward=1.0, adamw=0.5, ordinary=0.6, refresh=1.6)
-    row = cost_row(SMALL, parts)
+    row = cost_row(SMALL, 10, parts)
     assert row.name == "step_cost_256_freq10"
     assert row.value == pytest.approx(4 * 1.0 + 0.7) and row.baseline_value == pytest.approx(4.5)

@@ -68,3 +68,13 @@ def test_a_frame_too_large_and_bytes_past_the_end_are_refused() -> None:
         Unframer().feed(tunnel.frame_head(tunnel.MAX_FRAME_BYTES + 1))
     with pytest.raises(MalformedMessage, match="after the end"):
         Unframer().feed(tunnel.END + b"x")
+
+
+def test_a_frame_may_go_another_way_between_two_heads() -> None:
+    unframer = tunnel.Unframer()
+    assert (unframer.left, unframer.head_left) == (0, 4)
+    assert unframer.feed(tunnel.frame_head(5)[:3]) == [] and (unframer.left, unframer.head_left) == (0, 1)
+    assert unframer.feed(tunnel.frame_head(5)[3:]) == [] and unframer.left == 5
+    unframer.skip(3)
+    assert [bytes(piece) for piece in unframer.feed(b"45" + tunnel.END)] == [b"45"]
+    assert unframer.ended and unframer.left == 0
