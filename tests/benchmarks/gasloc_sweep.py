@@ -65,6 +65,12 @@ LOCAL_STEPS = (
     outer(Setting(label="DiLoCo H=28, 4 fragments", partners="all", fragments=4, h=28), OUTER),
     outer(Setting(label="GASLoC 1-peer, 4 fragments, H=16", partners="1peer", fragments=4), OUTER),
     outer(Setting(label="GASLoC groups of 4, H=16", partners="cube-groups"), OUTER),
+    # whole models less often: at this size a fragment's lag costs more than longer rounds
+    outer(Setting(label="GASLoC groups of 8, H=16", partners="cube-groups", group=8), OUTER),
+    outer(Setting(label="GASLoC groups of 4, H=24", partners="cube-groups", h=24), OUTER),
+    outer(Setting(label="GASLoC groups of 8, H=28", partners="cube-groups", group=8, h=28), OUTER),
+    outer(Setting(label="GASLoC groups of 16, H=32", partners="cube-groups", group=16, h=32), OUTER),
+    outer(Setting(label="DiLoCo H=32", partners="all", h=32), OUTER),
 )
 EVERY_STEP = (
     accelerated(
