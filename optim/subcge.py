@@ -40,14 +40,15 @@ class SubCGE:
     W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
     `period` steps. `lr` is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on
     nodes that come and go: n is fixed for a run here, whoever is there, or the state would hang on who knew of whom
-    when a message came. It is silent on schedules and momentum as well: lr is constant, and there is none. `eps` is the
-    two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors at step 0 by name,
-    of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to write to, by
-    default made when the first period ends. Both may be memory-mapped: each is read or written a piece at a time.
-    16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every direction is
-    added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight the model
-    reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes' steps
-    differ works on several at once.
+    when a message came. It is silent on schedules and momentum as well: a message's weight is constant and there is no
+    momentum; a schedule is in the scalar, by `share` of `estimate`, so that who applies it need not know the sender's
+    step. `eps` is the two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors
+    at step 0 by name, of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to
+    write to, by default made when the first period ends. Both may be memory-mapped: each is read or written a piece at
+    a time. 16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every
+    direction is added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight
+    the model reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes'
+    steps differ works on several at once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """
@@ -120,18 +121,18 @@ class SubCGE:
                 u, v = self._weights.subspace(target, period).factors(place)
                 self._perturbed.apply(target, u, v, sign * self.eps)
 
-    def directions(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each trainable tensor (k, rows) and (k, columns): u and v of Z for k seeds, in the current period.
+    def places(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each trainable tensor: the p and q (k,) of k seeds, whose direction is u_p v_q^T of `subspace`.
 
-        For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_i) u_i.
+        For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_q) u_p.
         """
         places = coordinates(torch.tensor(list(seeds), dtype=torch.int64), self._keys, self._rank)
-        found = {}
-        for index, target in enumerate(self._targets):
-            subspace = self._weights.subspace(target, self.step // self._length)
-            p, q = places[:, index] // self._rank, places[:, index] % self._rank
-            found[target.name] = (subspace.left[p], subspace.right[q])
-        return found
+        return {name: (places[:, k] // self._rank, places[:, k] % self._rank) for k, name in enumerate(self.names)}
+
+    def subspace(self, name: str) -> Subspace:
+        """A trainable tensor's, in the current period."""
+        target = self._targets[self.names.index(name)]
+        return self._weights.subspace(target, self.step // self._length)
 
     def restore(self) -> None:
         """Ends the perturbation; every weight is bit for bit what it was."""
@@ -140,13 +141,13 @@ class SubCGE:
                 self._perturbed.undo()
             self._perturbed = None
 
-    def estimate(self, loss_fn: LossFn, seed: int) -> int:
+    def estimate(self, loss_fn: LossFn, seed: int, share: float = 1.0) -> int:
         """(loss(theta + eps Z) - loss(theta - eps Z)) / 2 eps, in units of 2^-fraction_bits, clipped to the bound.
 
-        `loss_fn` is called twice, without gradients and with the model in eval mode, and must use the same minibatch.
-        Raises NotFinite.
+        Times `share`, that of the learning rate at this step. `loss_fn` is called twice, without gradients and with the
+        model in eval mode, and must use the same minibatch. Raises NotFinite.
         """
-        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits)
+        return two_point(self.model, self, loss_fn, seed, self.eps, self.state.bound, self._bits, share)
 
     def refresh(self) -> None:
         """Writes the weights of all that was absorbed; ends a perturbation."""

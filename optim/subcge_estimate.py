@@ -26,9 +26,16 @@ class Perturbed(Protocol):
 
 
 def two_point(
-    model: nn.Module, mover: Perturbed, loss_fn: LossFn, seed: int, eps: float, bound: int, bits: int
+    model: nn.Module,
+    mover: Perturbed,
+    loss_fn: LossFn,
+    seed: int,
+    eps: float,
+    bound: int,
+    bits: int,
+    share: float = 1.0,
 ) -> int:
-    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound.
+    """(loss(theta + eps z) - loss(theta - eps z)) / 2 eps, in units of 2^-bits, clipped to the bound, times share.
 
     Both papers are silent on bounds: clipping is this project's, so that a sum of scalars cannot overflow.
     Raises NotFinite.
@@ -44,8 +51,12 @@ def two_point(
     plus, minus = losses
     if not (math.isfinite(plus) and math.isfinite(minus)):
         raise NotFinite(f"the loss is {plus} and {minus} at theta +- eps z; lower eps or the learning rate")
-    slope = (plus - minus) / (2 * eps)
-    scalar: int = round(max(-bound, min(bound, slope * 2**bits)))
+    return fixed((plus - minus) / (2 * eps), bound, bits, share)
+
+
+def fixed(slope: float, bound: int, bits: int, share: float = 1.0) -> int:
+    """A slope as it travels: clipped, then times the share of the learning rate, at most 1; in units of 2^-bits."""
+    scalar: int = round(share * max(-bound, min(bound, slope * 2**bits)))
     return scalar
 
 

@@ -59,9 +59,9 @@ class MeZO:
             self._perturbed = None
             self._add(seed, -sign * self.eps)
 
-    def estimate(self, loss_fn: LossFn, seed: int) -> int:
+    def estimate(self, loss_fn: LossFn, seed: int, share: float = 1.0) -> int:
         """As `SubCGE.estimate`."""
-        return two_point(self.model, self, loss_fn, seed, self.eps, self._bound, FRACTION_BITS)
+        return two_point(self.model, self, loss_fn, seed, self.eps, self._bound, FRACTION_BITS, share)
 
     def apply(self, messages: Iterable[Sequence[int]]) -> None:
         """Replays the messages one after the other."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from peerloom.protocol.limits import MAX_FLOOD_ORIGINS
-from peerloom.protocol.spec_rules import Fault, number, text
+from peerloom.protocol.spec_rules import Fault, choice, number, text
 from peerloom.protocol.spec_table import Table
 
 MAX_PERIODS = 4096  # subspaces that a run may open, an accumulator a matrix each
@@ -22,7 +23,10 @@ class SeedflowSpec(Table):
     rank: int = number(32, 1, 1024, "r: columns of a matrix's shared factors U and V")
     period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")
     eps: float = number(1e-3, 0, 10, "the two points are theta + eps z and theta - eps z", open_low=True)
-    learning_rate: float = number(1e-4, 0, 10, "constant", open_low=True)
+    learning_rate: float = number(1e-4, 0, 10, "at the first step", open_low=True)
+    decay: Literal["none", "linear"] = choice(
+        "none", "linear: the learning rate falls to 0 at max_steps; scalars carry it, and all messages weigh alike"
+    )
     clients: int = number(16, 1, 2**16, "a message weighs learning_rate / clients, however many nodes are there")
     scalar_bound: float = number(256.0, 0, 2**31, "largest size of a message's scalar; the origin clips", open_low=True)
     fraction_bits: int = number(12, 0, 30, "scalars are rounded to whole multiples of 2^-fraction_bits")
@@ -38,6 +42,10 @@ class SeedflowSpec(Table):
     def scalar_limit(self) -> int:
         """The largest size of a scalar, in units of 2^-fraction_bits."""
         return int(self.scalar_bound * 2**self.fraction_bits)
+
+    def rate_share(self, step: int) -> float:
+        """Of the learning rate, at a node's local step."""
+        return max(0.0, 1 - step / self.max_steps) if self.decay == "linear" else 1.0
 
     def periods(self) -> int:
         """How many subspaces the run opens."""

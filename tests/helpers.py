@@ -346,10 +346,12 @@ def write_run(
     pairing: str = "rendezvous",
     local_steps: int = 4,
     match_timeout_s: float = 3.0,
-    clip_radius: float = 2.0,
-    overlap: bool = False,
+    **gasloc: object,
 ) -> Path:
-    """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path."""
+    """A run.toml of a run so small that a step takes milliseconds, and its text; returns the file's path.
+
+    `gasloc` holds further keys of its table.
+    """
     words = "the of and to in is was he for it with as his on be at by had not are but from or have".split()
     text = folder / "text"
     text.mkdir(parents=True)
@@ -378,8 +380,8 @@ eval_every_rounds = 1
 local_steps = {local_steps}
 pairing = "{pairing}"
 match_timeout_s = {match_timeout_s}
-clip_radius = {clip_radius}
-overlap = {str(overlap).lower()}
 max_round_skew = 1000000
 """)
+    with run.open("a") as file:
+        file.writelines(f"{key} = {json.dumps(value)}\n" for key, value in gasloc.items())
     return run

@@ -65,6 +65,12 @@ LOCAL_STEPS = (
     outer(Setting(label="DiLoCo H=28, 4 fragments", partners="all", fragments=4, h=28), OUTER),
     outer(Setting(label="GASLoC 1-peer, 4 fragments, H=16", partners="1peer", fragments=4), OUTER),
     outer(Setting(label="GASLoC groups of 4, H=16", partners="cube-groups"), OUTER),
+    # whole models less often: at this size a fragment's lag costs more than longer rounds
+    outer(Setting(label="GASLoC groups of 8, H=16", partners="cube-groups", group=8), OUTER),
+    outer(Setting(label="GASLoC groups of 4, H=24", partners="cube-groups", h=24), OUTER),
+    outer(Setting(label="GASLoC groups of 8, H=28", partners="cube-groups", group=8, h=28), OUTER),
+    outer(Setting(label="GASLoC groups of 16, H=32", partners="cube-groups", group=16, h=32), OUTER),
+    outer(Setting(label="DiLoCo H=32", partners="all", h=32), OUTER),
 )
 EVERY_STEP = (
     accelerated(
@@ -91,6 +97,14 @@ FURTHER = (
     outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
     outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
     outer(Setting(label="overlapped GASLoC 1-peer H=16, 4 steps", partners="1peer", delay=4), OUTER),
+)
+SIZES = tuple(  # at the bytes of the plain form: does the default hang on the size of the swarm?
+    outer(replace(base, workers=n, label=f"{base.label}, {n} workers"), OUTER)
+    for n in (4, 8)
+    for base in (
+        Setting(label="GASLoC 1-peer H=16", partners="1peer"),
+        Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24),
+    )
 )
 FAMILIES = LOCAL_STEPS + EVERY_STEP + FURTHER
 

@@ -2,7 +2,7 @@
 
 All clients hold one model between flushes, bit for bit (the tests show it), so one copy serves them all: each step
 every client estimates on a minibatch of its own shard, and every `FLUSH` steps all messages are applied. Accuracy is
-over prompts scored by two label words; the upper layers are trained over cached activations of the frozen lower ones.
+over prompts scored by two label words; the last layer is trained over cached activations of the frozen ones below.
 Finished runs are kept in a file and never run twice.
 """
 
@@ -10,46 +10,62 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from peerloom.node.worker.classification import Prompt, PromptClassifier, read_examples, split
 from peerloom.node.worker.gguf import open_model, open_tokenizer
-from peerloom.optim.subcge import FRACTION_BITS, SCALAR_LIMIT, MeZO, SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, SubCGE
+from tests.benchmarks.seedflow_last import LastLayer
+from tests.benchmarks.seedflow_swarm import MeZOSwarm, SubCGESwarm, Swarm, TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, load, lower_activations, save
 
 PROMPT = Prompt("{text} It was", (" terrible", " great"))
-SIZES = {"train": 1024, "validation": 256, "test": 512}
+SIZES = {"train": 1024, "validation": 400, "test": 800}
 CHARACTERS = 80  # longer reviews are left out: the machine is small
 UPPER = 1
-TRAINABLE = r"_proj\.weight$"
-BATCH = 8
+BATCH = 8  # examples of a client and step
 FLUSH = 5
-EVAL_EVERY = 50
-RANK, PERIOD, EPS = 32, 1000, 1e-3
+PATIENCE = 8  # points without a lower validation loss after which AdamW is stopped: it overfits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: `lr` is of the mean over clients."""
+    """One run: `lr` is of the mean over clients at the first step; `decay` to 0 at the last.
+
+    AdamW takes the clients' minibatches as one. `trainable` is a regular expression of names; `bound` is what slopes
+    are clipped to.
+    """
 
     method: str
     clients: int
     steps: int
     lr: float
-    seed: int
+    seed: int = 0
+    decay: str = "none"
+    trainable: str = r"_proj\.weight$"
+    eps: float = 1e-3
+    rank: int = 32
+    period: int = 1000
+    bound: float = 256.0
+
+    def share(self, step: int) -> float:
+        """Of the learning rate, at a step."""
+        done = step / self.steps
+        return {"none": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[self.decay]
 
     @property
-    def label(self) -> str:
-        names = {"seedflow": f"SeedFlow, {self.clients} clients", "mezo": f"MeZO, {self.clients} directions a step"}
-        return names.get(self.method, "AdamW")
+    def eval_every(self) -> int:
+        """Steps between two points of the curve; AdamW overfits soon and its best point counts, so it has more."""
+        return 25 if self.method == "adamw" else 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ class Data:
 def prepare(model_path: Path, reviews: Path, cache: Path, say: Callable[[str], None]) -> Data:
     """Model and activations from the cache; what it lacks is made: the lower layers run over all examples once."""
     cache.mkdir(parents=True, exist_ok=True)
-    files = {name: cache / f"{name}-{UPPER}.pt" for name in SIZES}
+    files = {name: cache / f"{name}-{size}-{UPPER}.pt" for name, size in SIZES.items()}
     upper = cache / f"upper-{UPPER}.pt"
     if not all(path.exists() for path in (*files.values(), upper)):
         _fill(model_path, reviews, files, upper, say)
@@ -88,81 +104,48 @@ def _fill(model_path: Path, reviews: Path, files: dict[str, Path], upper: Path, 
 
 def measure(upper: UpperLayers, data: Cached) -> tuple[float, float]:
     """(loss, accuracy)."""
-    logits = []
-    with torch.no_grad():
-        for rows in torch.arange(len(data)).split(64):
-            logits.append(upper(data.pick(rows)))
-    scores = torch.cat(logits)
-    right = (scores.argmax(1) == data.labels).float().mean()
-    return float(F.cross_entropy(scores, data.labels)), float(right)
+    return LastLayer(upper, data).measure()
 
 
 def perform(run: Run, data: Data, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains a copy of the upper layers; the curve's points are (step, validation loss, accuracy, test accuracy)."""
+    """Trains a copy of the last layer; the curve's points are (step, validation loss, accuracy, test accuracy)."""
     upper = copy.deepcopy(data.upper)
+    parts = [LastLayer(upper, part) for part in (data.validation, data.test)]
     curve = []
-    steps = _first_order(run, upper, data.train) if run.method == "adamw" else _zeroth_order(run, upper, data.train)
-    for step in steps:
-        if step % EVAL_EVERY == 0 or step == run.steps:
-            loss, accuracy = measure(upper, data.validation)
-            curve.append([step, loss, accuracy, measure(upper, data.test)[1]])
-            say(f"{run.label} lr {run.lr:g} seed {run.seed} step {step}: {loss:.4f} {accuracy:.3f} {curve[-1][3]:.3f}")
-            if not loss < 3:
-                break  # it has diverged
+    steps = _first_order if run.method == "adamw" else _zeroth_order
+    for step in steps(run, upper, data.train):
+        if step % run.eval_every == 0 or step == run.steps:
+            for part in parts:
+                part.begin()
+            (loss, accuracy), (_, test) = (part.measure() for part in parts)
+            curve.append([step, loss, accuracy, test])
+            say(f"{run} step {step}: {loss:.4f} {accuracy:.3f}")  # not the test's: nobody is to choose by it
+            since = len(curve) - 1 - min(range(len(curve)), key=lambda index: curve[index][1])
+            if not loss < 3 or run.method == "adamw" and since >= PATIENCE:
+                break  # it has diverged, or overfits
     return {**asdict(run), "upper": UPPER, "curve": curve}
 
 
 def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     """Yields the steps done, after each flush."""
-    common = {"eps": EPS, "lr": run.lr / run.clients, "run_seed": run.seed, "trainable": TRAINABLE}
-    flow: SubCGE | MeZO
-    flow = MeZO(upper, **common) if run.method == "mezo" else SubCGE(upper, rank=RANK, period=PERIOD, **common)
+    common: dict[str, Any] = {"eps": run.eps, "lr": run.lr / run.clients, "run_seed": run.seed}
+    common |= {"trainable": run.trainable, "bound": round(run.bound * 2**FRACTION_BITS)}
+    swarm: Swarm
+    if run.method == "mezo":
+        swarm = MeZOSwarm(TableMeZO(upper, **common), upper, train)
+    else:
+        flow = SubCGE(upper, rank=run.rank, period=run.period, **common)
+        swarm = SubCGESwarm(flow, upper, train, run.period, run.lr / run.clients)
     draws = [torch.Generator().manual_seed(run.seed * 1000 + client) for client in range(run.clients)]
     outbox: list[tuple[int, int, int, int]] = []
     for step in range(run.steps):
-        if isinstance(flow, SubCGE):
-            flow.advance(step)
-        picked: list[torch.Tensor] = []
-        for client, draw in enumerate(draws):
-            picked.append(_minibatch(len(train), client, run.clients, draw))
-        seeds = [flow.seed_of(client, step) for client in range(run.clients)]
-        if isinstance(flow, SubCGE):
-            scalars = estimate_all(flow, upper, train.pick(torch.cat(picked)), seeds)
-        else:
-            pairs = zip(picked, seeds, strict=True)
-            scalars = [flow.estimate(_loss(upper, train.pick(rows)), seed) for rows, seed in pairs]
+        picked = [_minibatch(len(train), client, run.clients, draw) for client, draw in enumerate(draws)]
+        scalars = swarm.estimate(step, picked, run.share(step))
         outbox += [(client, step, step, scalar) for client, scalar in enumerate(scalars)]
         if (step + 1) % FLUSH == 0:
-            flow.apply(outbox)
+            swarm.apply(outbox)
             outbox.clear()
             yield step + 1
-
-
-def estimate_all(flow: SubCGE, upper: UpperLayers, batch: Cached, seeds: Sequence[int]) -> list[int]:
-    """What `flow.estimate` gives for each seed on its share of the rows, in one pass: directions have rank one."""
-    each = len(batch) // len(seeds)
-    both = Cached(*(torch.cat([one, one]) for one in (batch.hidden, batch.lengths, batch.labels)))
-    signs = torch.tensor([flow.eps, -flow.eps]).repeat_interleave(len(batch)).view(-1, 1, 1)
-    handles = []
-    for name, pair in flow.directions(seeds).items():
-        u, v = (one.repeat_interleave(each, 0).repeat(2, 1) for one in pair)
-        module = upper.get_submodule(name.removesuffix(".weight"))
-        handles.append(module.register_forward_hook(_added(u.unsqueeze(1) * signs, v.unsqueeze(2))))
-    with torch.no_grad():
-        losses = F.cross_entropy(upper(both), both.labels, reduction="none").view(2, len(seeds), each).mean(2)
-    for handle in handles:
-        handle.remove()
-    slopes = ((losses[0] - losses[1]) / (2 * flow.eps)).tolist()
-    return [round(max(-SCALAR_LIMIT, min(SCALAR_LIMIT, slope * 2**FRACTION_BITS))) for slope in slopes]
-
-
-def _added(u: torch.Tensor, v: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-    """y_i += (x_i . v_i) u_i, for u (rows, 1, m) and v (rows, n, 1)."""
-    return lambda module, args, output: output.addcmul_(args[0] @ v, u)
-
-
-def _loss(upper: UpperLayers, batch: Cached) -> Callable[[], torch.Tensor]:
-    return lambda: F.cross_entropy(upper(batch), batch.labels)
 
 
 def _minibatch(examples: int, client: int, clients: int, draw: torch.Generator) -> torch.Tensor:
@@ -171,15 +154,18 @@ def _minibatch(examples: int, client: int, clients: int, draw: torch.Generator) 
 
 
 def _first_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
-    parameters = [p for name, p in upper.named_parameters() if name.endswith("_proj.weight")]
-    for parameter in upper.parameters():
-        parameter.requires_grad_(False)
-    for parameter in parameters:
-        parameter.requires_grad_(True)
+    """AdamW on all clients' minibatches together."""
+    parameters = []
+    for name, parameter in upper.named_parameters():
+        parameter.requires_grad_(re.search(run.trainable, name) is not None)
+        if parameter.requires_grad:
+            parameters.append(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=run.lr, weight_decay=0.0)
-    draw = torch.Generator().manual_seed(run.seed)
+    draws = [torch.Generator().manual_seed(run.seed * 1000 + client) for client in range(run.clients)]
     for step in range(run.steps):
-        batch = train.pick(_minibatch(len(train), 0, 1, draw))
+        optimizer.param_groups[0]["lr"] = run.lr * run.share(step)
+        picked = [_minibatch(len(train), client, run.clients, draw) for client, draw in enumerate(draws)]
+        batch = train.pick(torch.cat(picked))
         optimizer.zero_grad()
         F.cross_entropy(upper(batch), batch.labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -210,16 +196,9 @@ class Store:
         return found
 
 
-def tuned(candidates: Sequence[Run], store: Store, data: Data, say: Callable[[str], None]) -> Run:
-    """The candidate with the lowest validation loss at the end on seed 0."""
-    return min(candidates, key=lambda run: final(store.perform(run, data, say))[1])
-
-
 def final(result: dict[str, Any]) -> tuple[float, float, float, float]:
-    """(step, validation loss, validation accuracy, test accuracy) at the end; of AdamW at its best validation loss."""
-    curve = result["curve"]
-    last = min(curve, key=lambda point: point[1]) if result["method"] == "adamw" else curve[-1]
-    step, loss, accuracy, test = last
+    """(step, validation loss, validation accuracy, test accuracy) at the lowest validation loss: early stopping."""
+    step, loss, accuracy, test = min(result["curve"], key=lambda point: point[1])
     return step, loss, accuracy, test
 
 

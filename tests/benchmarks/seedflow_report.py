@@ -1,43 +1,44 @@
-"""The quality runs, what decides first and seed by seed; the table of accuracies, the plot against bytes an edge."""
+"""The quality runs, seed by seed; the table of accuracies, the plot against bytes an edge.
+
+`python -m tests.benchmarks.seedflow_report` is this part of `python -m tests.benchmarks.seedflow --full` alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.rows import Row
+import torch
+
+from tests.benchmarks.rows import Row, main
 from tests.benchmarks.seedflow_quality import (
     BATCH,
     FLUSH,
-    RANK,
     SIZES,
     UPPER,
+    Data,
     Run,
     Store,
     measure,
     prepare,
     test_accuracy,
-    tuned,
 )
+from tests.benchmarks.seedflow_search import ceiling, climb, loss_of, search
 
-STEPS = int(os.environ.get("SEEDFLOW_STEPS", "200"))  # local steps of every client
-SWARMS = (  # in the order in which a run that is cut short says the most
-    ("SeedFlow 16", "seedflow", 16),
-    ("MeZO 4", "mezo", 4),
-    ("SeedFlow 4", "seedflow", 4),
-    ("SeedFlow 1", "seedflow", 1),
-)
-GRID = {1: (3e-4, 1e-3), 4: (1e-3, 3e-3), 16: (1e-3, 3e-3)}
-TRAINED = UPPER * 3_538_944  # elements of the trained matrices
+STEPS = int(os.environ.get("SEEDFLOW_STEPS", "2000"))  # local steps of every client
+SWARMS = {  # in the order in which a run that is cut short says the most
+    "SeedFlow 16": ("seedflow", 16),
+    "SeedFlow 4": ("seedflow", 4),
+    "MeZO 4": ("mezo", 4),
+    "SeedFlow 1": ("seedflow", 1),
+}
 MESSAGE_BYTES = 4.8  # a message over an edge, counted by seedflow_flooded
-FIRST_ORDER = Run(method="adamw", clients=1, steps=400, lr=1e-4, seed=0)
-
-
-def candidates(method: str, clients: int) -> list[Run]:
-    """The runs among which the learning rate is chosen, on seed 0 by the validation loss."""
-    return [Run(method=method, clients=clients, steps=STEPS, lr=lr, seed=0) for lr in GRID[clients]]
 
 
 def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -> list[Row]:
@@ -45,27 +46,34 @@ def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -
     results.mkdir(parents=True, exist_ok=True)
     store = Store(results / "runs.jsonl")
     data = prepare(model, reviews, cache, _say)
-    zero = measure(data.upper, data.test)[1]
-    _say(f"zero-shot {zero:.3f}")
-    rates = [Run(**(_fields(FIRST_ORDER) | {"lr": lr})) for lr in (1e-4, 3e-4, 1e-3)]
-    grids = {"AdamW": rates} | {name: candidates(method, clients) for name, method, clients in SWARMS}
-    chosen = {name: tuned(grid, store, data, _say) for name, grid in grids.items()}
+    loss = loss_of(lambda run: store.perform(run, data, _say))
+    settings = search(loss)
+    chosen = {"AdamW": ceiling(settings.trainable, loss)}
+    for name, (method, clients) in SWARMS.items():
+        chosen[name] = climb(replace(settings, method=method, clients=clients, steps=STEPS), loss)
     for seed in range(1, seeds):  # what is cut short has whole seeds
         for run in chosen.values():
             store.perform(replace(run, seed=seed), data, _say)
+    zero = measure(data.upper, data.test)[1]
+    _say(f"zero-shot   {zero:.3f}")
     found = {name: test_accuracy(run, seeds, store) for name, run in chosen.items()}
     for name, (accuracy, deviation) in found.items():
         gain = (accuracy - zero) / (found["AdamW"][0] - zero)
-        _say(f"{name:12} lr {chosen[name].lr:g}: {accuracy:.3f} +- {deviation:.3f}, {gain:.0%} of AdamW's gain")
-    _plot(results, store, chosen, zero)
+        _say(f"{name:12} {accuracy:.3f} +- {deviation:.3f}, {gain:.0%} of AdamW's gain: {chosen[name]}")
+    _plot(results, store, chosen, zero, trained(data, chosen["AdamW"]), seeds)
     return rows(found, zero, seeds)
+
+
+def trained(data: Data, run: Run) -> int:
+    """Elements of the trained matrices."""
+    return sum(one.numel() for name, one in data.upper.named_parameters() if re.search(run.trainable, name))
 
 
 def rows(found: dict[str, tuple[float, float]], zero: float, seeds: int) -> list[Row]:
     """Accuracies, and the gain of 16 clients over zero-shot against AdamW's."""
     about = (
         f"SmolLM2-135M, film reviews, upper {UPPER} layers over cached activations, {SIZES['train']} examples, "
-        f"batch {BATCH}, rank {RANK}, {STEPS} steps a client, {seeds} seeds, zero-shot {zero:.3f}"
+        f"batch {BATCH} a client, {STEPS} steps a client, {SIZES['test']} to test, {seeds} seeds, zero-shot {zero:.3f}"
     )
     made = []
     for clients in (1, 4, 16):
@@ -82,16 +90,19 @@ def _row(name: str, value: float, baseline: str, baseline_value: float, setting:
     )
 
 
-def _fields(run: Run) -> dict[str, Any]:
-    return {name: getattr(run, name) for name in ("method", "clients", "steps", "lr", "seed")}
-
-
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float) -> None:
-    """Accuracy against bytes an edge so far, log axis; AdamW as DSGD: the trained tensors every 5 steps."""
+def mean_curve(results: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, mean test accuracy) where all runs have a point."""
+    curves = [{step: test for step, _, _, test in result["curve"]} for result in results]
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, statistics.mean(curve[step] for curve in curves)) for step in common]
+
+
+def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float, elements: int, seeds: int) -> None:
+    """Accuracy against bytes an edge so far, log axis; AdamW as DSGD: the trained tensors every `FLUSH` steps."""
     try:
         import matplotlib
     except ImportError:
@@ -102,15 +113,28 @@ def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float) -> N
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for name, run in chosen.items():
-        result = store.get(run)
-        if result is None or run.method == "mezo":
-            continue
-        a_step = TRAINED * 4 / FLUSH if run.method == "adamw" else run.clients * MESSAGE_BYTES
-        points = [(step * a_step, test) for step, _, _, test in result["curve"] if step]
-        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+        if run.method == "mezo":
+            continue  # as many bytes as SeedFlow
+        found = [result for seed in range(seeds) if (result := store.get(replace(run, seed=seed))) is not None]
+        a_step = elements * 4 / FLUSH if run.method == "adamw" else run.clients * MESSAGE_BYTES
+        points = [(step * a_step, test) for step, test in mean_curve(found)]
+        label = f"AdamW as DSGD, {run.clients} clients" if run.method == "adamw" else name.replace(" ", ", clients: ")
+        axes.plot(*zip(*points, strict=True), marker=".", label=label)
     axes.axhline(zero, linestyle=":", color="grey", label="zero-shot")
     axes.set(xscale="log", xlabel="payload bytes over an edge", ylabel="accuracy on the test reviews")
     axes.legend()
     figure.tight_layout()
     figure.savefig(results / "accuracy.png", dpi=120)
     pyplot.close(figure)
+
+
+def _alone(arguments: argparse.Namespace) -> list[Row]:
+    """Whatever the flags: there is one form, and it is resumed where it was stopped."""
+    from tests.benchmarks.seedflow import quality_rows
+
+    torch.set_num_threads(1)
+    return quality_rows()
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", _alone)

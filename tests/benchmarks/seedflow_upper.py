@@ -45,7 +45,7 @@ class UpperLayers(nn.Module):
         self.norm = model.model.norm
         self.rotary = model.model.rotary_emb
         self.register_buffer("words", model.lm_head.weight.detach()[label_tokens].clone())
-        self._head_dim = model.model.layers[0].self_attn.head_dim
+        self.head_dim = model.model.layers[0].self_attn.head_dim
 
     def forward(self, batch: Cached) -> Tensor:
         hidden = batch.hidden
@@ -76,22 +76,29 @@ class UpperLayers(nn.Module):
         return rows + layer.mlp(layer.post_attention_layernorm(rows))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self._head_dim)).transpose(1, 2)
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     @staticmethod
     def _rotate(x: Tensor, angles: tuple[Tensor, Tensor], count: int) -> Tensor:
-        cos, sin = (one[:, None, -count:] for one in angles)
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
+        return rotated(x, *(one[:, None, -count:] for one in angles))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def lower_activations(model: Any, count: int, classifier: PromptClassifier, examples: Sequence[Example]) -> Cached:
-    """The inputs of the top `count` layers, in float16 to halve the cache; the layers above are not run."""
-    batches = [classifier.batch(examples[start : start + 16]) for start in range(0, len(examples), 16)]
-    width = max(batch.ids.shape[1] for batch in batches)
-    hidden = torch.cat([F.pad(_below(model, count, batch), (0, 0, width - batch.ids.shape[1], 0)) for batch in batches])
-    lengths = torch.cat([batch.mask.sum(1) for batch in batches])
-    return Cached(hidden, lengths, torch.cat([batch.labels for batch in batches]))
+    """The inputs of the top `count` layers; the layers above are not run. Examples of like length go together."""
+    rows = [classifier.batch([one]) for one in examples]
+    lengths = torch.cat([row.mask.sum(1) for row in rows])
+    hidden = torch.zeros(len(rows), int(lengths.max()), model.config.hidden_size)
+    for order in lengths.argsort().split(32):
+        batch = classifier.batch([examples[index] for index in order.tolist()])
+        found = _below(model, count, batch)
+        hidden[order, hidden.shape[1] - found.shape[1] :] = found
+    return Cached(hidden, lengths, torch.cat([row.labels for row in rows]))
 
 
 def save(path: Path, cached: Cached) -> None:
@@ -102,8 +109,8 @@ def save(path: Path, cached: Cached) -> None:
 
 
 def load(path: Path) -> Cached:
-    """Reads what `save` wrote."""
-    return Cached(*torch.load(path, weights_only=True))
+    """What `save` wrote, mapped into memory."""
+    return Cached(*torch.load(path, weights_only=True, mmap=True))
 
 
 class _Reached(Exception):
@@ -124,7 +131,7 @@ def _below(model: Any, count: int, batch: Batch) -> Tensor:
                 input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
             )
     except _Reached:
-        return found[0].half()
+        return found[0].float()
     finally:
         handle.remove()
     raise RuntimeError("the model never called its upper layers")

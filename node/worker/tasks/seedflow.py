@@ -149,7 +149,8 @@ class SeedflowTask:
         flow = self._flow
         flow.advance(step)
         try:
-            scalar = flow.estimate(loss, flow.seed_of(self._key, sequence))
+            share = self._spec.seedflow.rate_share(step)
+            scalar = flow.estimate(loss, flow.seed_of(self._key, sequence), share)
         except NotFinite as error:
             raise NonFiniteLoss(f"training diverged at step {step}: {error}") from error
         flow.apply([(self._key, sequence, step, scalar)])

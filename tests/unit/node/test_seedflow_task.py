@@ -47,6 +47,19 @@ def test_steps_lower_the_loss_and_are_the_same_again(tmp_path: Path) -> None:
     assert other.state_hash() == one.state_hash() and other.evaluate() == one.evaluate()
 
 
+def test_a_decaying_learning_rate_is_in_the_scalars_and_who_applies_them_need_not_know(tmp_path: Path) -> None:
+    plain = text_spec(tmp_path)
+    decaying = replace(plain, seedflow=replace(plain.seedflow, decay="linear"))
+    whole = task(plain, tmp_path).steps(1, 100, 0, never).scalars[0]
+    worker = task(decaying, tmp_path)
+    taken = worker.steps(1, 100, 0, never).scalars
+    assert abs(whole) > 20 and abs(taken[0] - whole / 2) <= 1, "half of the 200 steps are done"
+    for spec in (plain, decaying):
+        other = task(spec, tmp_path)
+        other.apply((Batch(PeerId("peer-a"), 0, 100, taken),))
+        assert other.state_hash() == worker.state_hash() and other.evaluate() == worker.evaluate()
+
+
 def test_late_messages_are_summed_from_the_base_before_an_evaluation(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
     late, early = task(spec, tmp_path), task(spec, tmp_path)

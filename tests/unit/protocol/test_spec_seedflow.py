@@ -44,6 +44,12 @@ def test_the_largest_run_that_checks_cannot_overflow_a_sum() -> None:
     assert spec.scalar_limit() * spec.max_steps * MAX_FLOOD_ORIGINS <= MAX_SUM
 
 
+def test_a_linear_decay_ends_at_zero() -> None:
+    shares = [SeedflowSpec(decay="linear", max_steps=4).rate_share(step) for step in range(6)]
+    assert shares == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert SeedflowSpec(max_steps=4).rate_share(3) == 1.0
+
+
 def test_classification_pairs_labels_with_words() -> None:
     RunSpec(method="seedflow", task=TaskSpec(kind="classification")).check()
     assert TaskSpec().classes() == (("0", " terrible"), ("1", " great"))

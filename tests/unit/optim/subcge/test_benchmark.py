@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from peerloom.node.worker.classification import Example, Prompt, PromptClassifier
-from peerloom.optim.subcge import SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, SubCGE
 from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
-from tests.benchmarks.seedflow_quality import TRAINABLE, estimate_all
+from tests.benchmarks.seedflow_last import LastLayer
+from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure
+from tests.benchmarks.seedflow_report import mean_curve
+from tests.benchmarks.seedflow_search import ceiling, climb, search
+from tests.benchmarks.seedflow_swarm import TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
 
 
@@ -73,24 +80,103 @@ def test_with_hops_of_the_diameter_a_ring_is_the_complete_graph() -> None:
     assert whole["loss"] == around["loss"] != short["loss"]
 
 
-def test_all_clients_estimates_in_one_pass_are_each_ones_own() -> None:
+@pytest.mark.parametrize("trainable", [r"_proj\.weight$", r"(q|o|down)_proj\.weight$"])
+def test_all_clients_estimates_in_one_pass_are_each_ones_own_whatever_was_applied(trainable: str) -> None:
+    upper, data = small_upper()
+    lr = 1e-2
+    flow = SubCGE(upper, rank=4, period=2, eps=1e-2, lr=lr, run_seed=1, trainable=trainable)
+    last = LastLayer(upper, data, lr / 2**FRACTION_BITS)
+    rows = torch.tensor([4, 0, 1, 1, 3, 5])
+    for step in range(5):
+        flow.advance(step)
+        if step % 2 == 0:
+            last.begin(flow)
+        seeds = [flow.seed_of(client, step) for client in range(3)]
+        together = last.estimate(flow, rows, seeds)
+        for client, seed in enumerate(seeds):
+            part = data.pick(rows[2 * client : 2 * client + 2])
+
+            def loss(part: Cached = part) -> torch.Tensor:
+                return torch.nn.functional.cross_entropy(upper(part), part.labels)
+
+            assert abs(flow.estimate(loss, seed) - together[client]) < 20
+        assert len(set(together)) == 3
+        halved = last.estimate(flow, rows, seeds, 0.5)
+        assert all(abs(2 * half - whole) <= 1 for half, whole in zip(halved, together, strict=True))
+        flow.apply([(client, step, step, (client + 1) << 16) for client in range(3)])
+        last.follow(flow, step // 2)
+        with torch.no_grad():
+            torch.testing.assert_close(last.logits(torch.arange(6)), upper(data.pick(torch.arange(6))))
+
+
+def test_methods_lower_the_loss_and_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    upper, data = small_upper()
+    parts = Data(train=data, validation=data, test=data, upper=upper)
+    before = measure(upper, data)[0]
+    store, said = Store(tmp_path / "runs.jsonl"), list[str]()
+    runs = [
+        Run(method=method, clients=clients, steps=100, lr=lr, decay="linear", rank=4, period=50)
+        for method, clients, lr in (("seedflow", 3, 1.0), ("mezo", 1, 1.0), ("adamw", 2, 1e-2))
+    ]
+    for run in runs:
+        assert final(store.perform(run, parts, said.append))[1] < before - 0.05, run
+    lines = len(said)
+    again = Store(tmp_path / "runs.jsonl")
+    assert [again.perform(run, parts, said.append) for run in runs] == store.results
+    assert len(said) == lines
+    assert again.get(replace(runs[0], decay="none")) is None
+
+
+@pytest.mark.parametrize(("start", "best"), [(3e-3, 3e-3), (3e-3, 1e-5), (1e-2, 3e-1)])
+def test_a_climb_ends_between_two_worse_rates(start: float, best: float) -> None:
+    tried = []
+
+    def loss(run: Run) -> float:
+        tried.append(run.lr)
+        return abs(math.log(run.lr / best))
+
+    assert climb(Run(method="seedflow", clients=1, steps=5, lr=start), loss).lr == best
+    assert min(tried) < best < max(tried)
+
+
+def test_the_search_takes_what_lowers_the_loss_and_the_ceiling_trains_the_same() -> None:
+    def loss(run: Run) -> float:
+        return abs(math.log(run.lr / 1e-3)) + (run.rank != 8) + (run.decay != "cosine") + run.trainable.count("|")
+
+    chosen = search(loss)
+    assert (chosen.lr, chosen.rank, chosen.decay, chosen.eps) == (1e-3, 8, "cosine", 1e-3)
+    assert ceiling("x", loss).trainable == "x"
+
+
+def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
+    upper, data = small_upper()
+    mezo = TableMeZO(upper, eps=1e-2, lr=1.0, run_seed=1, trainable="down_proj")
+    weight = upper.get_parameter("layers.0.mlp.down_proj.weight")
+    before = weight.detach().clone()
+    mezo.perturb(mezo.seed_of(0, 0), 1)
+    moved = (weight.detach() - before) / 1e-2
+    assert abs(float(moved.std()) - 1) < 0.2
+    mezo.restore()
+    torch.testing.assert_close(weight.detach(), before)
+    mezo.apply([(0, 0, 0, 1 << 16)])
+    torch.testing.assert_close(weight.detach(), before - moved, rtol=1e-3, atol=1e-4)
+
+
+def test_the_plots_curve_is_the_mean_where_all_have_a_point() -> None:
+    results = [{"curve": [[5, 0, 0, 0.5], [10, 0, 0, 0.7]]}, {"curve": [[5, 0, 0, 0.6]]}]
+    ((step, accuracy),) = mean_curve(results)
+    assert step == 5 and accuracy == pytest.approx(0.55)
+
+
+def small_upper() -> tuple[UpperLayers, Cached]:
+    """One layer, untrained, and six examples."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        upper = UpperLayers(LlamaForCausalLM(config).eval(), 2, torch.tensor([3, 4])).eval()
+        upper = UpperLayers(LlamaForCausalLM(config).eval(), 1, torch.tensor([3, 4])).eval()
     draw = torch.Generator().manual_seed(2)
     data = Cached(torch.randn(6, 5, 16, generator=draw), torch.tensor([5, 2, 3, 5, 4, 1]), torch.tensor([0, 1] * 3))
-    flow = SubCGE(upper, rank=4, period=10, eps=1e-2, lr=1e-3, run_seed=1, trainable=TRAINABLE)
-    seeds = [flow.seed_of(client, 0) for client in range(3)]
-    together = estimate_all(flow, upper, data, seeds)
-    for client, seed in enumerate(seeds):
-        part = data.pick(torch.arange(2 * client, 2 * client + 2))
-
-        def loss(part: Cached = part) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(upper(part), part.labels)
-
-        assert abs(flow.estimate(loss, seed) - together[client]) < 20
-    assert len(set(together)) == 3
+    return upper, data

@@ -1,0 +1,72 @@
+"""The settings of the quality runs, chosen on seed 0 by the validation loss alone: no figure of the test set is read.
+
+Learning rates lie on a ladder of half decades that is climbed until the best is not at an edge. The settings are
+searched one after the other with short runs of 16 clients; the first-order ceiling, on the same parameters, over batch,
+schedule and rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.benchmarks.seedflow_quality import Run, final
+
+Loss = Callable[[Run], float]
+
+SCREEN_STEPS = 500
+START = Run(method="seedflow", clients=16, steps=SCREEN_STEPS, lr=3e-2, decay="linear", bound=1.0, period=100)
+CLIMBED: tuple[tuple[str, tuple[Any, ...]], ...] = (  # what is tried in place of START's, each at its own best rate
+    ("bound", (0.3, 3.0, 256.0)),  # an early slope is ten times a later one: clipping them is what allows a high rate
+    ("trainable", (r"(o|down)_proj\.weight$", r"(q|k|v|o)_proj\.weight$", r"(gate|up|down)_proj\.weight$")),
+    ("decay", ("none",)),
+)
+AT_THE_RATE: tuple[tuple[str, tuple[Any, ...]], ...] = (  # and at the best one's: the estimate's scale is the same
+    ("period", (20, 1000)),
+    ("rank", (8, 128)),
+    ("eps", (1e-4,)),
+    ("decay", ("cosine",)),
+)
+FIRST_ORDER = tuple((clients, decay) for clients in (16, 1) for decay in ("linear", "none"))
+FIRST_ORDER_STEPS = 500  # the paper's
+MOST = 8  # rungs tried in one climb
+
+
+def rung(number: int) -> float:
+    """1, 3, 10, 30 …, from number 0; below 1 for negative ones."""
+    return float(f"{'13'[number % 2]}e{number // 2}")
+
+
+def climb(run: Run, loss: Loss) -> Run:
+    """The run at the best rate of the ladder, from its own rate on; both neighbours of the best were tried."""
+    first = next(number for number in range(-16, 4) if rung(number) == run.lr)
+    tried = {first: loss(run)}
+    while True:
+        best = min(tried, key=lambda number: tried[number])
+        missing = [number for number in (best - 1, best + 1) if number not in tried]
+        if not missing or len(tried) >= MOST:
+            return replace(run, lr=rung(best))
+        tried[missing[0]] = loss(replace(run, lr=rung(missing[0])))
+
+
+def search(loss: Loss) -> Run:
+    """SeedFlow's settings."""
+    best = climb(START, loss)
+    for axis, values in CLIMBED:
+        best = min([best, *(climb(replace(best, **{axis: value}), loss) for value in values)], key=loss)
+    for axis, values in AT_THE_RATE:
+        best = min([best, *(replace(best, **{axis: value}) for value in values)], key=loss)
+    return best
+
+
+def ceiling(trainable: str, loss: Loss) -> Run:
+    """AdamW's: batch, schedule and rate."""
+    start = Run(method="adamw", clients=1, steps=FIRST_ORDER_STEPS, lr=1e-4, trainable=trainable)
+    found = [climb(replace(start, clients=clients, decay=decay), loss) for clients, decay in FIRST_ORDER]
+    return min(found, key=loss)
+
+
+def loss_of(perform: Callable[[Run], dict[str, Any]]) -> Loss:
+    """The validation loss that counts for a run."""
+    return lambda run: final(perform(run))[1]
