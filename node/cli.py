@@ -14,6 +14,7 @@ import typer
 from peerloom.node.cli_options import Flags, command
 from peerloom.node.failures import exit_codes
 from peerloom.node.parent import heed_parent
+from peerloom.node.stopping import stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -163,7 +164,8 @@ def main() -> None:
     """Entry point of `peer`."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is loaded: its fork handlers stall a node that spawns
     heed_parent()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a node takes it, it ends what Ctrl-C ends
+    for number in stop_signals():
+        signal.signal(number, signal.default_int_handler)  # until a node takes it, it ends what Ctrl-C ends
     code: object = 0
     try:
         app(prog_name="peer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from peerloom.node.failures import OK, UNEXPECTED
 from peerloom.node.specs import demo_spec
 from peerloom.node.status import rows_of, totals_of
 from peerloom.node.status_table import render, summary
+from peerloom.node.stopping import stop_signals
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus
@@ -84,15 +84,15 @@ def _seedflow_run(folder: Path, nodes: int, seconds: float, console: Console) ->
 
 
 async def _run(plan: DemoPlan, spec: RunSpec, console: Console) -> DemoOutcome:
-    interrupted = asyncio.Event()
+    interrupted, numbers = asyncio.Event(), stop_signals()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         loop.add_signal_handler(number, interrupted.set)
     try:
         with _Screen(spec, plan, console, interrupted) as screen:
             return await run_demo(plan, _observer(plan.folder), screen.show, interrupted, screen.page_is_at)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from peerloom.node.doctor_network import Network, network_findings
 from peerloom.node.failures import DOCTOR_FAILS, OK
 from peerloom.node.specs import embedded_spec
 from peerloom.node.status_table import short
+from peerloom.node.worker.child import SPIN_BRIEFLY
 from peerloom.protocol.errors import ConfigError, PeerloomError
 from peerloom.protocol.runspec import RunSpec
 
@@ -26,7 +28,9 @@ BENCHMARK_S = 5.0
 
 def doctor(config: NodeConfig, invites: list[str], *, as_json: bool, benchmark: bool) -> int:
     """Runs all checks; 0 unless one of them fails."""
-    console, report = Console(), Report()
+    for name, value in SPIN_BRIEFLY.items():
+        os.environ.setdefault(name, value)  # as a worker has it; read when torch is loaded
+    console, report = Console(highlight=False), Report()
 
     def take(finding: Finding) -> None:
         report.findings.append(finding)

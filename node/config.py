@@ -45,9 +45,10 @@ FLAGS = {"trust_paths", "relay", "port_mapping"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
-def _host_name() -> str:
+def default_name(peer_id: PeerId) -> str:
+    """The host's name, and the end of the peer id: a host may run several nodes."""
     plain = "".join(c for c in socket.gethostname() if c.isprintable())
-    return plain[:64] or "peer"
+    return f"{plain[:59] or 'peer'}-{peer_id[-4:]}"
 
 
 def _setting(default: Any, doc: str, allowed: str, **constraints: Any) -> Any:
@@ -64,10 +65,10 @@ class NodeConfig(BaseSettings):
 
     home: Path | None = _setting(None, "one folder for all files of the node, instead of the XDG ones", "a folder")
     name: str = Field(
-        default_factory=_host_name,
+        "",
         min_length=1,
         max_length=64,
-        description="of this node, for people; the host name if left out",
+        description="of this node, for people; the host's, and the end of its peer id, if left out",
         json_schema_extra={"allowed": "1 to 64 printable characters"},
     )
     listen: tuple[str, ...] = _setting(

@@ -16,7 +16,7 @@ from peerloom.node import logs
 from peerloom.node.agree import agree_on_run
 from peerloom.node.announce import libp2p_announce
 from peerloom.node.clock import SystemClock
-from peerloom.node.config import NodeConfig
+from peerloom.node.config import NodeConfig, default_name
 from peerloom.node.consent import consented_source
 from peerloom.node.context import Context, NodeSettings
 from peerloom.node.devices import check_devices
@@ -193,7 +193,7 @@ async def _run_node(
         stack.push_async_callback(transport.stop)
         facts = Facts(
             peer_id=identity.peer_id,
-            name=config.name,
+            name=config.name or default_name(identity.peer_id),
             role=role,
             version=metadata.version("peerloom"),
             instance=secrets.token_hex(8),
@@ -369,7 +369,7 @@ def _lasting(facts: Facts) -> str:
     """What goes wrong round after round, without the numbers that would make each time a new sentence."""
     if facts.warning:
         return facts.warning
-    return f"it meets nobody: {facts.alone_because}" if facts.alone >= LONELY and facts.alone_because else ""
+    return f"this node meets nobody: {facts.alone_because}" if facts.alone >= LONELY and facts.alone_because else ""
 
 
 def _tell_changes(

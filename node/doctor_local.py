@@ -19,7 +19,7 @@ from peerloom.node.doctor import Finding
 from peerloom.node.folders import ensure_writable
 from peerloom.node.http_endpoint import parse_endpoint
 from peerloom.node.identity import load_or_create
-from peerloom.node.ports import hold_port
+from peerloom.node.ports import RememberedPorts, hold_port
 from peerloom.protocol.errors import PeerloomError
 
 GIB = 1 << 30
@@ -137,11 +137,15 @@ def _addresses(_: NodeConfig) -> Iterator[Finding]:
 
 
 def _ports(config: NodeConfig) -> Iterator[Finding]:
-    optional = [("relay port", config.relay_port)] if config.relay and config.relay_port else []
-    for name, port in (("port", config.port), ("gRPC port", config.grpc_port), *optional):
+    remembered = RememberedPorts(config.folders.ports_file)
+    ports = [("port", "dht", config.port), ("gRPC port", "grpc", config.grpc_port)]
+    if config.relay and (config.relay_port or remembered.known("relay")):  # one can do without
+        ports.append(("relay port", "relay", config.relay_port))
+    for name, kept, named in ports:
+        port = named or remembered.known(kept)
         if port == 0:
             remedy = f"name one with --{name.lower().replace(' ', '-')} and open it in the firewall"
-            yield Finding(name, "warn", "a free one is picked at the start", remedy)
+            yield Finding(name, "warn", "a free one is picked at the first start, and kept", remedy)
             continue
         try:
             hold_port(config.listen[0], port).release()

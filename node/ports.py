@@ -88,6 +88,10 @@ class RememberedPorts:
             return 0
         return remembered
 
+    def known(self, name: str) -> int:
+        """The remembered port; 0: none."""
+        return self._ports.get(name, 0)
+
     def remember(self, name: str, port: int) -> None:
         """Keeps what was bound; a folder that cannot be written to is no reason to stop."""
         if self._ports.get(name) == port:

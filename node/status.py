@@ -249,7 +249,7 @@ def problems_of(rows: list[NodeRow], totals: Totals) -> list[str]:
         if row.silent_s is not None:
             last = f", last heard {row.state}" + (f" ({row.reason})" if row.reason else "")
             problems.append(f"{row.name} is silent for {row.silent_s:.0f} s{last}")
-        elif row.role == "trainer" and not row.trains:
+        elif row.role == "trainer" and not row.trains and row.state not in _LEAVING:
             problems.append(f"{row.name} is {row.state}" + (f": {row.reason}" if row.reason else ""))
     return problems
 

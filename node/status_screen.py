@@ -120,7 +120,7 @@ def frame(
         body.append(text)
     body += [Text() for _ in range(view.page - len(body))]
     marked = shown[view.marked] if shown else None
-    trouble = Text(f"{len(problems)} problems, first: {problems[0]}" if problems else "", "yellow")
+    trouble = Text(_first_of(problems), "yellow")
     foot = [_one_line(trouble, width), *(_one_line(Text(text, "dim"), width) for text in _details(marked))]
     return Group(
         *head,
@@ -161,6 +161,12 @@ def _bottom(view: View, shown: list[NodeRow], rows: list[NodeRow]) -> str:
     last = min(view.top + view.page, len(shown))
     span = f"{view.top + 1 if shown else 0}-{last} of {len(shown)}"
     return f"{span}{f' like {view.filter!r}' if view.filter else ''}  {HELP}"
+
+
+def _first_of(problems: list[str]) -> str:
+    if not problems:
+        return ""
+    return problems[0] if len(problems) == 1 else f"{len(problems)} problems, first: {problems[0]}"
 
 
 def _one_line(text: Text, width: int) -> Text:

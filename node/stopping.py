@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, from a node's first moment to its last: a stop takes ten seconds at most."""
+"""SIGINT, SIGTERM and SIGHUP, from a node's first moment to its last: a stop takes ten seconds at most."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 ANSWER_S = 6.5  # what the training process gets to end its step and save; then it is ended by force
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks a command to end: Ctrl-C, a service manager, a terminal that is closed (unless `nohup` hides that)."""
+    hidden = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if hidden else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stoppable(Protocol):
@@ -32,18 +38,19 @@ class Stopper:
         self._task = asyncio.current_task()
         self._node: Stoppable | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._signals = stop_signals()
         self.early = False  # stopped before there was anything to drain
 
     def install(self) -> None:
         """From here on the signals come here."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._signals:
             self._loop.add_signal_handler(number, self._told)
 
     def remove(self) -> None:
         """The signals are nobody's."""
         if self._deadline is not None:
             self._deadline.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._signals:
             self._loop.remove_signal_handler(number)
 
     def drains(self, node: Stoppable) -> None:

@@ -11,7 +11,7 @@ from peerloom.protocol.peer_id import public_key_of
 from peerloom.protocol.types import PeerId, RunId
 
 _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
-_EXAMPLE = "/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…"
+_EXAMPLE = "/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…#0123456789abcdef"
 _MAX_CHARS = 512
 _QUOTES = "\"'`“”‘’«»<>"
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
@@ -94,7 +94,7 @@ def _check_line(text: str) -> None:
     if any(char.isspace() or not char.isprintable() for char in text):
         raise _wrong(text, "it holds blanks or line breaks; paste one invite, in one piece")
     if not text.startswith("/"):
-        raise _wrong(text, "it does not begin with / and so is no multiaddr")
+        raise _wrong(text, "it does not begin with /; paste the line that the other node printed after \"peer join\"")
     if text[1:].split("/")[0] not in _HOSTS:
         raise _wrong(text, f"it does not begin with one of {', '.join('/' + host for host in _HOSTS)}")
 

@@ -181,8 +181,9 @@ def guarded(pipe: Connection[Any, Any], run: Callable[[], None]) -> int:
 def prepare_process(parent_pid: int) -> None:
     """What every process of a worker does first."""
     die_with(parent_pid)  # where that cannot be, the pipe's end ends it, a step later
-    for shared in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and service managers signal the whole group at once:
-        signal.signal(shared, signal.SIG_IGN)  # what it means is the daemon's to say, which still drains with us
+    # Ctrl-C, terminals and service managers signal the whole group: what it means is the daemon's to say, which drains
+    for shared in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(shared, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 

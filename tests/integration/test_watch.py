@@ -68,7 +68,7 @@ def _rounds_since_the_last_reason(node: Node) -> int:
     """Rounds it ended alone since it last said why it meets nobody; 0 before it said so, or once it met somebody."""
     alone, said = 0, False
     for message in (line["message"] for line in node.messages()):
-        if message.startswith(("no partner: ", "it meets nobody")):
+        if message.startswith(("no partner: ", "this node meets nobody")):
             alone, said = 0, True
         elif message.startswith("round "):
             alone = alone + 1 if " done alone" in message else 0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from peerloom.node.config import NodeConfig, config_template, load_config
+from peerloom.node.config import NodeConfig, config_template, default_name, load_config
 from peerloom.node.folders import Folders, ensure_writable
 from peerloom.protocol.errors import ConfigError, RunMismatch, StorageError
-from peerloom.protocol.types import RunId
+from peerloom.protocol.types import PeerId, RunId
 
 ROOT = Path(__file__).parents[3]
 PEER = "12D3KooW" + "A" * 44
@@ -36,7 +36,7 @@ def test_flags_outrank_variables_outrank_the_file_outranks_defaults(
     config = load_config(home=tmp_path, port=3, threads=None, seeds=[], announce="a.example,[::1]:7")
     assert (config.port, config.grpc_port, config.threads, config.keep_checkpoints) == (3, 2, 1, 3)
     assert config.announce == ("a.example", "[::1]:7")
-    assert config.listen == ("::1",) and config.allow == (PEER, PEER) and config.name
+    assert config.listen == ("::1",) and config.allow == (PEER, PEER) and not config.name
 
 
 def test_the_file_is_found_where_the_variable_or_xdg_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +186,8 @@ def test_a_disk_that_refuses_is_explained_and_nothing_stays(
     with pytest.raises(StorageError, match=remedy):
         ensure_writable(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_nodes_of_one_host_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "lab\n" + "x" * 80)
+    assert default_name(PeerId("12D3KooWabcd")) == f"lab{'x' * 56}-abcd"

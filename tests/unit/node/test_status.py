@@ -92,6 +92,11 @@ def test_a_node_that_said_goodbye_is_forgotten(state: str) -> None:
     assert [each.record.name for each in heard.observe([status("a")])] == ["a"]
 
 
+def test_a_node_that_leaves_in_order_is_no_problem() -> None:
+    rows = rows_of([status("a"), status("b", state="draining", reason="stopping on request")], NOW)
+    assert problems_of(rows, totals_of(rows)) == []
+
+
 def test_a_node_that_was_silent_for_an_hour_is_forgotten() -> None:
     heard = LastHeard()
     heard.observe([status("a"), status("b")])

@@ -71,3 +71,20 @@ async def test_a_worker_that_does_not_answer_is_ended(monkeypatch: pytest.Monkey
         assert node.told == ["drain", "kill"]
     finally:
         stopper.remove()
+
+
+@pytest.mark.parametrize(("hidden", "asks"), [(False, True), (True, False)])
+async def test_a_closed_terminal_asks_to_stop_unless_nohup_hides_it(hidden: bool, asks: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if hidden else signal.SIG_DFL)
+    try:
+        stopper, node = Stopper(), Node()
+        stopper.install()
+        try:
+            stopper.drains(node)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+            assert node.told == (["drain"] if asks else [])
+        finally:
+            stopper.remove()
+    finally:
+        signal.signal(signal.SIGHUP, before)

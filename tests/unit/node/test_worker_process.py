@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from peerloom.node.seams import WorkerDied
-from peerloom.node.worker.child import KEEP_FREED
+from peerloom.node.worker.child import KEEP_FREED, SPIN_BRIEFLY
 from peerloom.node.worker.main import AUTOGROUP
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.protocol.errors import DataError
@@ -59,7 +59,7 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     if AUTOGROUP.exists():  # the kernel weighs sessions, and a process's own priority only within its session
         group, nice = autogroup(pid)
         assert nice == 11 and group != autogroup(os.getpid())[0]
-    assert KEEP_FREED.keys() <= psutil.Process(pid).environ().keys()
+    assert KEEP_FREED.keys() | SPIN_BRIEFLY.keys() <= psutil.Process(pid).environ().keys()
     assert list(worker.phases) == ["imports", "model", "data", "checkpoint", "evaluation"]
     start_point = bytes(worker.theta())
     assert len(start_point) == ready.numel * 4 and len(worker.outbox()) == ready.payload_bytes
@@ -167,7 +167,6 @@ async def test_resume_in_a_new_process_is_exact(source: Path, tmp_path: Path) ->
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from peerloom.node.worker.child import KEEP_FREED
 from peerloom.node.worker.port import WorkerProcess
 from tests.unit.node.tiny import setup, tiny_spec
 
@@ -215,3 +214,33 @@ async def test_two_nodes_on_one_machine(source: Path, tmp_path: Path) -> None:
     losses = [(await worker.finish(mix=True)).round for worker in pair]
     assert losses == [1, 1]
     await asyncio.gather(*(worker.stop() for worker in pair))
+
+
+STEPS = """
+import sys
+from peerloom.node.doctor_bench import measure_speed
+from peerloom.node.specs import embedded_spec
+
+print("ready", flush=True)
+sys.stdin.readline()
+print(measure_speed(embedded_spec(), device="cpu", threads=2, seconds=3.0).step_s)
+"""
+
+
+def test_nodes_that_share_their_cores_do_not_spin_in_wait_of_each_others() -> None:
+    """Two workers of two threads on two cores: each takes a few times as long as alone, not a hundred times."""
+
+    def step_seconds(count: int) -> float:
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-W", "ignore", "-c", STEPS]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = {**SPIN_BRIEFLY, **os.environ}
+        workers = [subprocess.Popen(command, env=environment, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+        for worker in workers:
+            assert worker.stdout.readline() == "ready\n"
+        for worker in workers:
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        return max(float(worker.communicate()[0]) for worker in workers)
+
+    assert step_seconds(2) < 15 * step_seconds(1)
