@@ -34,7 +34,7 @@ from peerloom.node.metrics import exposition
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
-from peerloom.node.reaching import Reaching, desk_limits, port_mapping_of
+from peerloom.node.reaching import Reaching, desk_limits, listen_for_legs, port_mapping_of
 from peerloom.node.seams import FIRST_STEP, SeedflowPort, WorkerPort
 from peerloom.node.specs import verify_spec
 from peerloom.node.stopping import Stopper
@@ -175,7 +175,7 @@ async def _run_node(
         )
         stack.push_async_callback(reaching.stop)
         if config.relay:
-            ports.remember("relay", reaching.tunnels.listen(config.listen, relay_port))
+            ports.remember("relay", listen_for_legs(reaching.tunnels, config, relay_port))
         transport = GrpcTransport(
             identity=identity,
             certificate=certificate,

@@ -50,8 +50,11 @@ def hold_port(host: str, port: int) -> HeldPort:
     return HeldPort(host, held.getsockname()[1], held)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to `port` on the IP address `host`, 0 for a free one; raises as hold_port."""
+def bound(host: str, port: int, backlog: int = 0) -> socket.socket:
+    """A TCP socket bound to `port` on the IP address `host`, 0 for a free one; raises as hold_port.
+
+    It listens where a backlog is given.
+    """
     family = _family(host)
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -60,6 +63,8 @@ def bound(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((host, port))
+        if backlog:
+            made.listen(backlog)
     except OSError as error:
         made.close()
         raise _explain(error, host, port) from error

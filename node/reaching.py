@@ -19,10 +19,13 @@ from peerloom.node.tunnel import Tunnels
 from peerloom.node.tunnel_dialer import RecordOf, TunnelDialer
 from peerloom.node.tunnel_legs import Count
 from peerloom.node.view import SwarmView
+from peerloom.protocol.errors import PortInUse
 from peerloom.protocol.reach import Reachability
 from peerloom.protocol.relay_choice import RelayBook
 from peerloom.protocol.relay_desk import DeskLimits, RelayDesk
 from peerloom.protocol.types import PeerId
+
+PORT_TRIES = 3  # of a free port, which must be free on all listen addresses
 
 
 @dataclass(slots=True)
@@ -92,6 +95,21 @@ def port_mapping_of(config: NodeConfig, transport: GrpcTransport) -> PortMapping
     if not config.port_mapping or config.announce or "0.0.0.0" not in config.listen:
         return None
     return PortMapping(lambda: transport.local()[1], random.Random(secrets.randbits(64)))
+
+
+def listen_for_legs(tunnels: Tunnels, config: NodeConfig, port: int) -> int:
+    """Opens the relay's own port; one that nobody named gives way where it was taken since it was chosen.
+
+    Raises PortInUse or ConfigError.
+    """
+    for _ in range(PORT_TRIES):
+        try:
+            return tunnels.listen(config.listen, port)
+        except PortInUse:
+            if config.relay_port:
+                raise
+            port = 0
+    return tunnels.listen(config.listen, port)
 
 
 def desk_limits(config: NodeConfig) -> DeskLimits:

@@ -20,6 +20,7 @@ DIRECT_S = 1.0  # to connect, show the token and be let in, over all hosts
 HOSTS_S = 0.5  # for p2pd to say where the relay is
 CLOSE_S = 2.0  # for the relay to close a stream that is of no more use
 AGAIN_S = 600.0  # a relay whose port was not reached is not tried before, so that it costs no tunnel's setup time
+CROWDED_S = 20.0  # nor is one before this that was reached and hung up: others had taken all its room
 MAX_REMEMBERED = 1024
 MAX_HOSTS = 3
 
@@ -78,21 +79,22 @@ class LegDialer:
 
     def left_alone(self, relay: PeerId) -> bool:
         """Whether an offer of its is not worth an attempt now."""
-        at = self._failed.get(relay)
-        return at is not None and self._clock.monotonic() - at < AGAIN_S
+        return self._clock.monotonic() < self._failed.get(relay, 0.0)
 
     async def dial(self, relay: PeerId, hosts: Sequence[str], offer: Offer) -> Stream | None:
         """A connection that the relay has let in, at the first of `hosts` (IP addresses) that has one; or None."""
         if not hosts:
             return None
-        hosts = hosts[:MAX_HOSTS]
+        hosts, again_s = hosts[:MAX_HOSTS], AGAIN_S
         for host in hosts:
             try:
                 async with asyncio.timeout(DIRECT_S / len(hosts)):
                     return await _connect(host, offer)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                 log.debug("port %d of relay %s is not reached at %s: %s", offer.port, relay, host, error)
-        self._failed[relay] = self._clock.monotonic()
+                if isinstance(error, asyncio.IncompleteReadError | ConnectionResetError):
+                    again_s = CROWDED_S  # it can be reached, and had no room
+        self._failed[relay] = self._clock.monotonic() + again_s
         self._failed.move_to_end(relay)
         if len(self._failed) > MAX_REMEMBERED:
             self._failed.popitem(last=False)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class LegPort:
         self.port = 0
         self._count = count
         self._places: dict[bytes, Place] = {}
-        self._strangers: dict[asyncio.Task[bool], None] = {}  # oldest first
+        self._strangers: dict[asyncio.Task[bool], str] = {}  # with their hosts, oldest first
         self._tasks: set[asyncio.Task[bool]] = set()
 
     def listen(self, hosts: Sequence[str], port: int) -> int:
@@ -64,9 +65,8 @@ class LegPort:
         listening: list[socket.socket] = []
         try:
             for host in dict.fromkeys(hosts):
-                listening.append(bound(host, port))
+                listening.append(bound(host, port, backlog=BACKLOG))
                 port = listening[-1].getsockname()[1]
-                listening[-1].listen(BACKLOG)
         except BaseException:
             for each in listening:
                 each.close()
@@ -110,17 +110,20 @@ class LegPort:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listening)
+                connection, (host, *_) = await loop.sock_accept(listening)
             except OSError as error:
                 log.debug("nobody is let in at the relay port: %s", error)
                 await asyncio.sleep(AGAIN_S)
                 continue
             if len(self._strangers) >= MAX_STRANGERS:
-                self._turn_away(next(iter(self._strangers)))
-            self._strangers[self._start(self._meet(connection), connection)] = None
+                self._turn_away()
+            self._strangers[self._start(self._meet(connection), connection)] = host
             await asyncio.sleep(0)  # a flood is accepted without a wait, and others want their turn
 
-    def _turn_away(self, stranger: asyncio.Task[bool]) -> None:
+    def _turn_away(self) -> None:
+        """The oldest of the host that has the most: a flood turns its own away."""
+        crowded = Counter(self._strangers.values()).most_common(1)[0][0]
+        stranger = next(task for task, host in self._strangers.items() if host == crowded)
         del self._strangers[stranger]
         self._count("tunnel_strangers", 1.0)
         stranger.cancel()

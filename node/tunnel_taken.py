@@ -39,17 +39,26 @@ async def taken(one: Stream, other: Stream) -> AsyncIterator[Taken | None]:
     Waits until all that was written to them is through; raises OSError when one is broken. Closes the sockets.
     """
     with ExitStack() as held:
-        try:
-            sockets = held.enter_context(_again(one)), held.enter_context(_again(other))
-            there, back = _pipe(held), _pipe(held)
-        except (OSError, NotImplementedError):  # another platform, no socket, too many files: they can be copied still
-            held.close()
+        found = _handles(one, other, held)
+        if found is None:
             yield None
             return
+        sockets, (there, back) = found
         early = await _emptied(one), await _emptied(other)
         for _, writer in (one, other):
             writer.transport.abort()  # ends the transport, not the connection, which our own handle keeps
         yield Taken(*sockets, *early, there, back)
+
+
+def _handles(
+    one: Stream, other: Stream, held: ExitStack
+) -> tuple[tuple[socket.socket, socket.socket], tuple[Pipe, Pipe]] | None:
+    """The sockets and two pipes; None on another platform, for no socket, for too many files: they are copied then."""
+    try:
+        return (held.enter_context(_again(one)), held.enter_context(_again(other))), (_pipe(held), _pipe(held))
+    except (OSError, NotImplementedError):
+        held.close()
+        return None
 
 
 def _again(stream: Stream) -> socket.socket:
@@ -58,9 +67,13 @@ def _again(stream: Stream) -> socket.socket:
     if under is None or not hasattr(os, "splice") or not _kernel_splices():
         raise NotImplementedError
     made = socket.socket(fileno=os.dup(under.fileno()))
-    made.setblocking(False)
-    if not _leads_far(made):
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    try:
+        made.setblocking(False)
+        if not _leads_far(made):
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    except OSError:  # its far end is gone already
+        made.close()
+        raise
     return made
 
 

@@ -8,7 +8,6 @@ obeys one command at a time. It ends when the daemon does: by a signal on Linux,
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 TELL_STEPS_S = 1.0
 AUTOGROUP = Path("/proc/self/autogroup")
+SESSION_TRIES, SESSION_AGAIN_S = 30, 0.11
 LIKELY_MODEL = "transformers.models.llama.modeling_llama"  # the embedded run's; others come with the model
 
 
@@ -139,8 +139,22 @@ def step_back(nice: int) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, nice)
     if AUTOGROUP.exists() and os.getsid(0) != os.getpid():
         os.setsid()
-        with contextlib.suppress(OSError):  # it may be read-only, in a container: then as nice as can be
+        _weigh_session(nice)
+
+
+def _weigh_session(nice: int) -> None:
+    """The kernel takes one such word every tenth of a second, of all processes but root's."""
+    for _ in range(SESSION_TRIES):
+        try:
             AUTOGROUP.write_text(f"{nice}")
+        except BlockingIOError:
+            time.sleep(SESSION_AGAIN_S)
+        except OSError as error:  # read-only, in a container: then as nice as can be
+            logging.getLogger(__name__).debug("the session keeps its weight: %s", error)
+            return
+        else:
+            return
+    logging.getLogger(__name__).warning("the kernel does not let this session step back; training has a full share")
 
 
 def import_libraries() -> float:

@@ -7,14 +7,18 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
 from peerloom.node import tunnel, tunnel_leg_dial, tunnel_legs
+from peerloom.node.config import NodeConfig
 from peerloom.node.p2pd import Stream
+from peerloom.node.reaching import listen_for_legs
 from peerloom.node.seams import Clock
-from peerloom.node.tunnel_leg_dial import AGAIN_S, LegDialer
+from peerloom.node.tunnel import Tunnels
+from peerloom.node.tunnel_leg_dial import AGAIN_S, CROWDED_S, LegDialer
 from peerloom.node.tunnel_legs import MAX_STRANGERS, LegPort
 from peerloom.node.tunnel_pump import hang_up
 from peerloom.protocol.errors import ConfigError, MalformedMessage, PeerError, PortInUse
@@ -122,6 +126,49 @@ async def test_a_flood_of_strangers_is_bounded_and_shuts_nobody_out(
         await hang_up(leg[1])
     await hang_up(*(writer for _, writer in flood))
     await eventually(lambda: not port._strangers)
+
+
+async def test_a_flood_turns_away_its_own_host(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel_legs, "GREETING_S", 600.0)
+    slow_reader, slow = await asyncio.open_connection("127.0.0.1", port.port)
+    await eventually(lambda: len(port._strangers) == 1)
+    count = 2 * MAX_STRANGERS
+    flood = [await asyncio.open_connection("127.0.0.1", port.port, local_addr=("127.0.0.2", 0)) for _ in range(count)]
+    await eventually(lambda: port.counted["tunnel_strangers"] == count + 1 - MAX_STRANGERS)
+    with port.offered() as place:
+        assert place is not None
+        slow.write(place.offer.greeting)
+        assert await slow_reader.readexactly(1) == LEG_ACK, "the oldest of all, and its host's only one"
+    await hang_up(slow, *(writer for _, writer in flood))
+
+
+def test_a_port_that_nobody_named_gives_way(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Listening:
+        def listen(self, hosts: tuple[str, ...], port: int) -> int:
+            asked.append(port)
+            if port:
+                raise PortInUse("taken since")
+            return 4003
+
+    tunnels, config = cast(Tunnels, Listening()), NodeConfig(home=tmp_path)
+    assert listen_for_legs(tunnels, config, 4001) == 4003 and asked == [4001, 0]
+    with pytest.raises(PortInUse):
+        listen_for_legs(tunnels, NodeConfig(home=tmp_path, relay_port=4001), 4001)
+
+
+async def test_a_crowded_relay_is_tried_again_soon() -> None:
+    async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server, clock = await asyncio.start_server(hangs_up, "127.0.0.1", 0), Jumpable()
+    async with server:
+        dialer = LegDialer(clock)
+        assert await dialer.dial(RELAY, HERE, Offer(server.sockets[0].getsockname()[1], bytes(16))) is None
+    assert dialer.left_alone(RELAY)
+    clock.ahead_s += CROWDED_S + 1
+    assert not dialer.left_alone(RELAY)
 
 
 async def test_a_taken_port_is_said(port: Port) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from peerloom.node.seams import WorkerDied
+from peerloom.node.worker import main as worker_main
 from peerloom.node.worker.child import KEEP_FREED, SPIN_BRIEFLY
 from peerloom.node.worker.main import AUTOGROUP
 from peerloom.node.worker.port import WorkerProcess
@@ -64,7 +65,7 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     start_point = bytes(worker.theta())
     assert len(start_point) == ready.numel * 4 and len(worker.outbox()) == ready.payload_bytes
 
-    for sent in (signal.SIGINT, signal.SIGTERM):  # to the whole group, meant for the daemon
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to the whole group, meant for the daemon
         os.kill(pid, sent)
     trained = await worker.train(0)
     assert (trained.round, trained.step, trained.batches) == (0, 3, 3)
@@ -244,3 +245,18 @@ def test_nodes_that_share_their_cores_do_not_spin_in_wait_of_each_others() -> No
         return max(float(worker.communicate()[0]) for worker in workers)
 
     assert step_seconds(2) < 15 * step_seconds(1)
+
+
+def test_a_kernel_that_is_asked_too_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Busy:
+        def write_text(self, text: str) -> None:
+            written.append(text)
+            if len(written) < 3:
+                raise BlockingIOError
+
+    monkeypatch.setattr(worker_main, "AUTOGROUP", Busy())
+    monkeypatch.setattr(worker_main, "SESSION_AGAIN_S", 0.0)
+    worker_main._weigh_session(10)
+    assert written == ["10"] * 3
