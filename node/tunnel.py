@@ -27,6 +27,7 @@ SETUP_S = 6.0  # to open a tunnel, the relay's own step to the target included
 FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connection of its own
 LEG_S = 3.0  # for the one who opens, to try the relay's port and say by which way
 KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
+PING_FLOOR_S = 0.1  # after an answer on it: many pings at once would not let the event loop go
 
 Taken = Literal["taken", "moved"] | Offer
 
@@ -307,7 +308,9 @@ class Tunnels:
                     await stream[0].readexactly(1)
                     stream[1].write(bytes([round(255 * self.desk.load())]))
                     await stream[1].drain()
+                await asyncio.sleep(PING_FLOOR_S)
         finally:
+            stream[1].transport.abort()  # a close would wait for one that does not read
             self.desk.unkept(source, place)
 
     def _passing(self, metric: str) -> Callable[[int], float]:

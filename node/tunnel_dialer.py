@@ -201,6 +201,11 @@ class TunnelDialer:
             if relay != peer.peer_id:
                 self.fault(relay, "refused" if isinstance(error, TunnelRefused) else "gone")
             raise
+        except MalformedMessage as error:
+            if relay == peer.peer_id:
+                raise
+            self.fault(relay, "corrupt")  # the relay's own words: the peer it leads to shall not be blamed for them
+            raise LinkError(f"relay {relay} does not keep to the protocol: {error}") from error
 
     def _note(self, endpoint: TunnelEndpoint) -> None:
         self._open.add(endpoint)

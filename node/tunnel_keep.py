@@ -8,7 +8,7 @@ from collections.abc import Callable
 from peerloom.node.p2pd import Stream
 from peerloom.node.seams import Clock
 from peerloom.node.tunnel import Tunnels
-from peerloom.protocol.errors import PeerError
+from peerloom.protocol.errors import MalformedMessage, PeerError
 from peerloom.protocol.tunnel import PING, Keep, TunnelRefused
 from peerloom.protocol.types import PeerId
 
@@ -22,8 +22,12 @@ async def keep(tunnels: Tunnels, relay: PeerId, clock: Clock, measured: Measured
     """Runs until the relay is lost; returns the fault to hold against it, one of RelayBook's."""
     try:
         stream = await tunnels.open(relay, Keep(place))
-    except PeerError as error:
-        return "refused" if isinstance(error, TunnelRefused) else "gone"
+    except TunnelRefused:
+        return "refused"
+    except MalformedMessage:
+        return "corrupt"
+    except PeerError:
+        return "gone"
     try:
         while True:
             measured(*await _ping(stream, clock))

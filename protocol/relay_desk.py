@@ -30,6 +30,8 @@ class DeskLimits:
     delivered: int = 256  # that end at this node, at once
     delivered_of_origin: int = 8
     places: int = 256  # peers that may be reached through this one
+    watchers: int = 512  # streams that keep an eye on this relay without a place
+    watchers_of_peer: int = 8
     half_open: int = 64  # streams whose header has not come, or whose target has not answered
     half_open_of_peer: int = 8
     rate: int = 0
@@ -59,6 +61,7 @@ class RelayDesk:
     _asked: Counter[PeerId] = field(default_factory=Counter)
     _delivered: Counter[PeerId] = field(default_factory=Counter)
     _places: Counter[PeerId] = field(default_factory=Counter)
+    _watchers: Counter[PeerId] = field(default_factory=Counter)
     _budgets: dict[PeerId, _Budget] = field(default_factory=dict)
 
     def arrived(self, source: PeerId) -> Refusal | None:
@@ -121,20 +124,28 @@ class RelayDesk:
         """A stream by which a peer keeps an eye on this relay, with or without a place; end with `unkept`."""
         if not (self.limits.relays and self.willing):
             return "unwilling"
-        if place and source in my_relays:
+        if not place:
+            return self._watch(source)
+        if source in my_relays:
             return "loop"
-        if place and self._places[source] >= self.limits.half_open_of_peer:
+        if self._places[source] >= self.limits.half_open_of_peer:
             return "greedy"
-        if place and source not in self._places and len(self._places) >= self.limits.places:
+        if source not in self._places and len(self._places) >= self.limits.places:
             return "busy"
-        if place:
-            self._places[source] += 1
+        self._places[source] += 1
+        return None
+
+    def _watch(self, source: PeerId) -> Refusal | None:
+        if self._watchers[source] >= self.limits.watchers_of_peer:
+            return "greedy"
+        if self._watchers.total() >= self.limits.watchers:
+            return "busy"
+        self._watchers[source] += 1
         return None
 
     def unkept(self, source: PeerId, place: bool) -> None:
         """That stream has ended."""
-        if place:
-            _less(self._places, source)
+        _less(self._places if place else self._watchers, source)
 
     def load(self) -> float:
         """How much of what it may carry is taken, 0 to 1."""

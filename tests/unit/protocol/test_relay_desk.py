@@ -96,6 +96,20 @@ def test_places_are_bounded() -> None:
     assert made.keep(B, True, NOBODY) is None
 
 
+def test_those_that_watch_without_a_place_are_bounded_for_each_and_for_all() -> None:
+    made = RelayDesk(ME, DeskLimits(watchers=3, watchers_of_peer=2))
+    assert [made.keep(A, False, NOBODY) for _ in range(3)] == [None, None, "greedy"]
+    assert [made.keep(peer, False, NOBODY) for peer in (B, C)] == [None, "busy"]
+    assert made.keep(A, True, NOBODY) is None, "places are counted apart"
+    made.unkept(A, True)
+    assert made.keep(C, False, NOBODY) == "busy"
+    made.unkept(A, False)
+    assert made.keep(C, False, NOBODY) is None
+    for peer in (A, B, C):
+        made.unkept(peer, False)
+    assert not made._watchers, "those gone take no memory"
+
+
 def moved(shares: RelayShares, greedy: bool, seconds: float) -> dict[str, float]:
     """Bytes by pair when each sends its next piece as soon as it may; the greedy one has four senders."""
     senders = [(A, B, f"{A}-{n}") for n in range(4 if greedy else 1)] + [(C, B, "c")]
