@@ -17,7 +17,7 @@ Log = Callable[[str], None]
 Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
-RATES = (5e-3, 1e-2, 2e-2, 4e-2)
+RATES = (2.5e-3, 5e-3, 1e-2, 2e-2)
 EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
 
 

@@ -146,6 +146,45 @@ async def test_what_is_relayed_is_counted_and_under_the_relays_caps(
         assert moved <= rate * (seconds + 0.3), f"{moved} bytes in {seconds:.2f} s"
 
 
+async def test_a_greedy_pair_leaves_another_its_half_of_a_relay(
+    swarm: ReachSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pair sends without a pause; another, that comes later, is done about as soon as its half of the rate lets."""
+    rate, size = 1_000_000, 1_000_000
+    relay = await swarm.join(DeskLimits(rate=rate))
+    node, greedy, modest = [await swarm.join() for _ in range(3)]
+    node.handler.on_exchange = echo
+    for caller in (greedy, modest):
+        through_relays_alone(caller, monkeypatch)
+    async with placed(swarm, node, relay) as record:
+        asked, patient = [await each.transport.open(record, EXCHANGE) for each in (greedy, modest)]
+
+        async def without_end() -> None:
+            while True:
+                await asked.send(Chunk(0, bytes(1 << 16)))
+
+        jobs = [asyncio.create_task(without_end()), asyncio.create_task(drain(asked))]
+        try:
+            await eventually(lambda: relay.counted.get("relayed_bytes", 0.0) > 3 * rate)
+            began, moved = swarm.clock.monotonic(), relay.counted["relayed_bytes"]
+            for _ in range(size // (1 << 16)):
+                await patient.send(Chunk(0, bytes(1 << 16)))
+                await patient.receive()
+            took = swarm.clock.monotonic() - began
+            assert relay.counted["relayed_bytes"] - moved > 2.5 * size, "the greedy one went on beside it"
+            assert took < 3 * (2 * size) / (rate / 2), "both ways at half the rate would take a third of that"
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            await asyncio.gather(asked.close(), patient.close(), return_exceptions=True)
+
+
+async def drain(stream: MessageStream[Any]) -> None:
+    while await stream.receive() is not None:
+        pass
+
+
 async def test_a_standing_libp2p_connection_needs_no_relay(swarm: ReachSwarm) -> None:
     seed, node = await swarm.join(), await swarm.join()
     record = replace(node.record, addresses=NOWHERE, reach="via")
