@@ -79,7 +79,7 @@ def winners(families: Iterable[Family], seeds: int, store: Store) -> dict[str, B
 def print_sweep(families: Iterable[Family], store: Store) -> None:
     """Every run that tuned something."""
     for family in families:
-        print(f"{family.name}: {family.budget()} runs")
+        print(f"{family.name}: {len(tried(family, store))} runs")
         for setting in tried(family, store):
             result = store.get(setting, 0)
             if result is not None:

@@ -1,4 +1,4 @@
-"""The families compared, each tuned over the same number of runs on one seed, its best then run on the others."""
+"""The families compared, each tuned by the same rule on one seed, its best then run on the others."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
 RATES = (2.5e-3, 5e-3, 1e-2, 2e-2)
+MOST_RUNS = 10  # that tune a family
 EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A method in one form. `candidates` on seed 0; with `refine`, then the best of them at twice its inner lr."""
+    """A method in one form, tuned on seed 0 by its candidates; with `refine`, then by the best one's inner lr."""
 
     name: str
     candidates: tuple[Setting, ...]
     refine: bool = True
-
-    def budget(self) -> int:
-        """How many runs tune it."""
-        return len(self.candidates) + self.refine
 
 
 def outer(base: Setting, values: Outer) -> Family:
@@ -42,12 +39,12 @@ def outer(base: Setting, values: Outer) -> Family:
 def rates(base: Setting) -> Family:
     """A family without outer parameters, tuned over the inner lr."""
     values = EVERY_STEP_RATES if base.h == 1 else RATES
-    return Family(base.label, tuple(replace(base, lr=lr) for lr in values), refine=False)
+    return Family(base.label, tuple(replace(base, lr=lr) for lr in values))
 
 
 def accelerated(base: Setting, values: Sequence[tuple[float, float, float]]) -> Family:
     """GASLoC at H = 1, tuned over (lr, gamma, alpha)."""
-    return Family(base.label, tuple(replace(base, lr=lr, gamma=g, alpha=a) for lr, g, a in values), refine=False)
+    return Family(base.label, tuple(replace(base, lr=lr, gamma=g, alpha=a) for lr, g, a in values))
 
 
 LOCAL_STEPS = (
@@ -117,13 +114,19 @@ def best(family: Family, store: Store) -> tuple[Setting, Result] | None:
 
 
 def tried(family: Family, store: Store) -> list[Setting]:
-    """The candidates, and the refinement once it is known which."""
+    """The candidates, and then the best one's lr doubled and halved, until both its neighbours are worse."""
     settings = list(family.candidates)
-    results = [store.get(setting, 0) for setting in settings]
-    if family.refine and all(result is not None for result in results):
+    while family.refine and len(settings) < MOST_RUNS:
+        results = [store.get(setting, 0) for setting in settings]
+        if any(result is None for result in results):
+            break
         losses = [_finite(result["loss"]) for result in results if result is not None]
         winner = settings[losses.index(min(losses))]
-        settings.append(replace(winner, lr=2 * winner.lr))
+        neighbours = [replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5)]
+        missing = [neighbour for neighbour in neighbours if neighbour not in settings]
+        if not missing:
+            break
+        settings.append(missing[0])
     return settings
 
 
@@ -161,7 +164,7 @@ def _wanted(families: Sequence[Family], seeds: int, store: Store) -> list[tuple[
         missing = [(setting, 0) for setting in settings if store.get(setting, 0) is None]
         tuning += missing
         winner = best(family, store)
-        if not missing and len(settings) == family.budget() and winner is not None:
+        if not missing and winner is not None:
             others += [(winner[0], seed) for seed in range(1, seeds) if store.get(winner[0], seed) is None]
     return tuning + others
 
