@@ -17,8 +17,9 @@ Log = Callable[[str], None]
 Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
+STARTS = (1e-2, 2.5e-3)  # from both: the losses of most families have two valleys over the inner lr
 RATES = (2.5e-3, 5e-3, 1e-2, 2e-2)
-MOST_RUNS = 10  # that tune a family
+MOST_RUNS = 12  # that tune a family
 EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
 
 
@@ -33,7 +34,8 @@ class Family:
 
 def outer(base: Setting, values: Outer) -> Family:
     """A family tuned over (eta, gamma)."""
-    return Family(base.label, tuple(replace(base, eta=eta, gamma=gamma) for eta, gamma in values))
+    grid = [replace(base, eta=eta, gamma=gamma, lr=lr) for lr in STARTS for eta, gamma in values]
+    return Family(base.label, tuple(grid))
 
 
 def rates(base: Setting) -> Family:
