@@ -22,7 +22,7 @@ from peerloom.protocol.tunnel import GREETING_BYTES, LEG_ACK, TOKEN_BYTES, Offer
 log = logging.getLogger(__name__)
 
 GREETING_S = 3.0
-MAX_STRANGERS = 64  # connections that have not shown a token: when one more comes, the oldest goes
+MAX_STRANGERS = 64  # connections that have not shown a token: when one more comes, one of the most crowded host goes
 BACKLOG = 64
 AGAIN_S = 0.1  # after an accept that failed, as when all handles are in use
 

@@ -66,12 +66,7 @@ class RelayDesk:
 
     def arrived(self, source: PeerId) -> Refusal | None:
         """A stream without a header yet; end with `settled`."""
-        if self._half_open[source] >= self.limits.half_open_of_peer:
-            return "greedy"
-        if self._half_open.total() >= self.limits.half_open:
-            return "busy"
-        self._half_open[source] += 1
-        return None
+        return _more(self._half_open, source, self.limits.half_open_of_peer, self.limits.half_open)
 
     def settled(self, source: PeerId) -> None:
         """That stream is open, or gone."""
@@ -125,7 +120,7 @@ class RelayDesk:
         if not (self.limits.relays and self.willing):
             return "unwilling"
         if not place:
-            return self._watch(source)
+            return _more(self._watchers, source, self.limits.watchers_of_peer, self.limits.watchers)
         if source in my_relays:
             return "loop"
         if self._places[source] >= self.limits.half_open_of_peer:
@@ -133,14 +128,6 @@ class RelayDesk:
         if source not in self._places and len(self._places) >= self.limits.places:
             return "busy"
         self._places[source] += 1
-        return None
-
-    def _watch(self, source: PeerId) -> Refusal | None:
-        if self._watchers[source] >= self.limits.watchers_of_peer:
-            return "greedy"
-        if self._watchers.total() >= self.limits.watchers:
-            return "busy"
-        self._watchers[source] += 1
         return None
 
     def unkept(self, source: PeerId, place: bool) -> None:
@@ -208,6 +195,16 @@ class RelayShares:
         self._busy_until[pair] = max(now, self._free_at.get(pair, now))
         share = self._rate / len(self._busy_until) if self._rate else float(self._pair_rate)
         return min(share, self._pair_rate) if self._pair_rate else share
+
+
+def _more(counter: Counter[K], key: K, most_of_key: int, most: int) -> Refusal | None:
+    """Counts one more, unless the key, or all of them together, have as many as they may."""
+    if counter[key] >= most_of_key:
+        return "greedy"
+    if counter.total() >= most:
+        return "busy"
+    counter[key] += 1
+    return None
 
 
 def _less(counter: Counter[K], key: K) -> None:

@@ -92,7 +92,10 @@ class ReachSwarm:
         self.records[peer_id] = record
         return made
 
-    async def stop(self) -> None:
+    async def __aenter__(self) -> ReachSwarm:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for member in self.members:
             await member.transport.stop()
             await member.reaching.stop()

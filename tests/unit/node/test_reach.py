@@ -20,11 +20,8 @@ from tests.unit.node.test_tunnel import NOWHERE, WITHIN_S, through_relays_alone,
 
 @pytest.fixture
 async def swarm(tmp_path: Path) -> AsyncIterator[ReachSwarm]:
-    made = ReachSwarm(tmp_path)
-    try:
+    async with ReachSwarm(tmp_path) as made:
         yield made
-    finally:
-        await made.stop()
 
 
 class View:

@@ -225,11 +225,8 @@ async def test_the_second_host_is_tried_when_the_first_has_no_such_port(port: Po
 
 @pytest.fixture
 async def swarm(tmp_path: Path) -> AsyncIterator[ReachSwarm]:
-    made = ReachSwarm(tmp_path)
-    try:
+    async with ReachSwarm(tmp_path) as made:
         yield made
-    finally:
-        await made.stop()
 
 
 Spoil = Callable[[ReachMember], None]
