@@ -176,5 +176,5 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # what is left is the teardown of torch, hivemind and grpc: seconds on a busy machine, and nothing to gain
+    # what is left is the teardown of hivemind and grpc: seconds on a busy machine, and nothing to gain
     os._exit(code if isinstance(code, int) else int(code is not None))

@@ -1,4 +1,4 @@
-"""`peer bootstrap` and `peer join`: a node in the foreground, until Ctrl-C, SIGTERM or its end."""
+"""`peer bootstrap` and `peer join`: a node in the foreground, until Ctrl-C, SIGTERM, SIGHUP or its end."""
 
 from __future__ import annotations
 

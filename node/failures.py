@@ -25,7 +25,7 @@ _DISK = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, err
 def exit_codes() -> dict[int, str]:
     """Every exit code of `peer` and its meaning in one sentence: the error tree's, and those no error stands behind."""
     codes = {
-        OK: "All went well; also after Ctrl-C and SIGTERM.",
+        OK: "All went well; also after Ctrl-C, SIGTERM, and a terminal that was closed.",
         UNEXPECTED: "Something failed that has no code of its own; or the demo did not reach its marks.",
         USAGE: "The command line does not parse.",
     }

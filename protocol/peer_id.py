@@ -26,7 +26,7 @@ def public_key_of(peer_id: PeerId) -> bytes:
     except ValueError as error:
         raise ValueError("it is not base58") from error
     if len(raw) != len(_PREFIX) + KEY_BYTES:
-        raise ValueError(f"it is cut off, or no peer id: {len(raw)} bytes instead of {len(_PREFIX) + KEY_BYTES}")
+        raise ValueError(f"it is cut off or mistyped, {len(raw)} bytes instead of {len(_PREFIX) + KEY_BYTES}")
     if not raw.startswith(_PREFIX):
         raise ValueError("it is not the id of an Ed25519 key (those begin with 12D3Koo)")
     return raw[len(_PREFIX) :]

@@ -51,7 +51,7 @@ def test_parses_and_round_trips(line: str, protocol: str, host: str, port: int) 
         ("/ip4/203.0.113.5/tcp/4001/p2p", "the peer id is missing"),
         ("/ip4/203.0.113.5/tcp/4001/p2p/", "the peer id is missing"),
         (f"/ip4/203.0.113.5/tcp/4001/{PEER}", f"not /{PEER}"),
-        (LINE[:-5], "it is cut off, or no peer id"),
+        (LINE[:-5], "it is cut off or mistyped"),
         (LINE + "x", "is no peer id"),
         ("/ip4/203.0.113.5/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "is no peer id"),
         ("/ip4/203.0.113.5/tcp/4001/p2p/0OIl", "is not base58"),
