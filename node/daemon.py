@@ -101,7 +101,7 @@ async def run_node(
     on_started: Callable[[list[tuple[str, float]]], None],
     on_status: Callable[[NodeStatus], None],
 ) -> int:
-    """Runs one node until SIGTERM, SIGINT, SIGHUP or the end of the run; raises a PeerloomError that says what stopped it.
+    """Runs one node until a signal (see stopping.py) or the end of the run; raises a PeerloomError that says why.
 
     `spec` starts a run, or must be the run of the invites; None takes the run that the invites lead to. `on_joinable`
     is called when others can join, `on_started` after the first optimizer step with the seconds of each phase.
