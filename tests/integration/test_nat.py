@@ -49,7 +49,6 @@ class NatSwarm:
     def __init__(self, net: Net, folder: Path) -> None:
         self.net, self.folder = net, folder
         self.run_file = self.write_run()
-        self.cut_at = 0.0
         self.nodes: dict[str, Node] = {}
         self.started: list[Peer] = []
         self.killed: list[Node] = []
@@ -158,6 +157,14 @@ def flood_swarm(net: Net) -> Iterator[FloodSwarm]:
     yield from raised(FloodSwarm, net)
 
 
+@pytest.fixture(scope="module")
+def cut_at(nat_swarm: NatSwarm) -> float:
+    """When the first trainer was cut off: as soon as it trained with the others, for the last of these tests."""
+    nat_swarm.wait_for("it is known, and has met somebody", lambda: nat_swarm.row("a1") and met(nat_swarm, "a1"))
+    nat_swarm.net.cut("a1")
+    return time.monotonic()
+
+
 def met(swarm: NatSwarm, host: str, since: int = 0) -> set[str]:
     """The names of those that a trainer has exchanged with since that round of its life."""
     ids = {row["peer_id"]: row["name"] for row in swarm.rows()}
@@ -185,10 +192,9 @@ def test_four_nodes_behind_two_routers_train_with_each_other(nat_swarm: NatSwarm
         assert nat_swarm.metric(host, "peerloom_tunnel_legs_tcp_total") > 0
     legs = [nat_swarm.metric("seed", f"peerloom_tunnel_legs_{way}_total") for way in ("tcp", "libp2p")]
     record_property("legs_by_tcp_and_libp2p", legs)
-    nat_swarm.net.cut("a1")  # for the last of these tests
-    nat_swarm.cut_at = time.monotonic()
 
 
+@pytest.mark.usefixtures("cut_at")
 def test_a_killed_relay_costs_no_round_more_than_its_timeout(nat_swarm: NatSwarm, record_property: Report) -> None:
     there = TRAINERS[1:]  # the first is cut off
 
@@ -241,7 +247,7 @@ def test_a_node_that_moves_is_back_under_its_identity(nat_swarm: NatSwarm, recor
 
 @pytest.mark.long
 def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
-    nat_swarm: NatSwarm, flood_swarm: FloodSwarm, record_property: Report
+    flood_swarm: FloodSwarm, record_property: Report
 ) -> None:
     began = time.monotonic()
     rows = flood_swarm.wait_for(
@@ -267,15 +273,16 @@ def test_four_nodes_behind_two_routers_flood_each_other_though_a_relay_dies(
 
 
 @pytest.mark.long
-def test_a_cut_of_two_minutes_heals(nat_swarm: NatSwarm, record_property: Report) -> None:
-    node, row = nat_swarm.nodes["a1"], nat_swarm.row("a1")
+def test_a_cut_of_two_minutes_heals(nat_swarm: NatSwarm, cut_at: float, record_property: Report) -> None:
+    node = nat_swarm.nodes["a1"]
+    time.sleep(max(0.0, cut_at + CUT_S - time.monotonic()))
+    row = nat_swarm.row("a1")
     assert row is None or row["silent_s"] is not None, "its record has run out"
     peer_id = str(node.messages()[-1]["peer"])
-    time.sleep(max(0.0, nat_swarm.cut_at + CUT_S - time.monotonic()))
     assert node.running
     nat_swarm.net.heal("a1")
     healed, before = time.monotonic(), len(node.rounds())
-    record_property("cut_s", healed - nat_swarm.cut_at)
+    record_property("cut_s", healed - cut_at)
     nat_swarm.wait_for(
         "heard from again",
         lambda: (

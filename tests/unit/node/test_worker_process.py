@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,23 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def autogroup(pid: int) -> tuple[str, int]:
-    group, _, nice = Path(f"/proc/{pid}/autogroup").read_text().split()
-    return group, int(nice)
+@pytest.fixture
+async def new_worker() -> AsyncIterator[Callable[[], WorkerProcess]]:
+    """Makes workers that end with the test, however it ends."""
+    made: list[WorkerProcess] = []
+
+    def make() -> WorkerProcess:
+        made.append(WorkerProcess())
+        return made[-1]
+
+    yield make
+    for worker in made:
+        await worker.stop()
+
+
+def autogroup(pid: int) -> str:
+    """As the kernel tells it: "/autogroup-17 nice 11", or nothing for a session older than its weighing."""
+    return Path(f"/proc/{pid}/autogroup").read_text().strip()
 
 
 def shared_memory() -> set[str]:
@@ -48,9 +63,9 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
+async def test_a_whole_life(source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]) -> None:
     named, open_before = shared_memory(), descriptors()
-    worker = WorkerProcess()
+    worker = new_worker()
     worker.launch()
     told: list[str] = []
     ready = await worker.start(replace(setup(tiny_spec(source), tmp_path), nice=11), lambda what, _: told.append(what))
@@ -58,8 +73,8 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     assert pid is not None and "tokenizing" in told
     assert psutil.Process(pid).nice() == 11
     if AUTOGROUP.exists():  # the kernel weighs sessions, and a process's own priority only within its session
-        group, nice = autogroup(pid)
-        assert nice == 11 and group != autogroup(os.getpid())[0]
+        assert autogroup(pid).endswith(" nice 11")
+        assert autogroup(pid).split()[0] not in autogroup(os.getpid()).split()
     assert KEEP_FREED.keys() | SPIN_BRIEFLY.keys() <= psutil.Process(pid).environ().keys()
     assert list(worker.phases) == ["imports", "model", "data", "checkpoint", "evaluation"]
     start_point = bytes(worker.theta())
@@ -90,8 +105,10 @@ async def test_a_whole_life(source: Path, tmp_path: Path) -> None:
     assert descriptors() == open_before and shared_memory() == named
 
 
-async def test_interrupt_ends_the_steps_under_way(source: Path, tmp_path: Path) -> None:
-    worker = WorkerProcess()
+async def test_interrupt_ends_the_steps_under_way(
+    source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]
+) -> None:
+    worker = new_worker()
     await worker.start(setup(tiny_spec(source, local_steps=10**6), tmp_path), quiet)
     training = asyncio.create_task(worker.train(0))
     await asyncio.sleep(0)
@@ -112,9 +129,9 @@ async def test_interrupt_ends_the_steps_under_way(source: Path, tmp_path: Path) 
     [(signal.SIGKILL, r"killed by SIGKILL \(out of memory\?\)"), (signal.SIGSEGV, "SIGSEGV: Fatal Python error: Segm")],
 )
 async def test_a_death_surfaces_in_the_call_under_way_and_the_next(
-    source: Path, tmp_path: Path, sent: signal.Signals, said: str
+    source: Path, tmp_path: Path, sent: signal.Signals, said: str, new_worker: Callable[[], WorkerProcess]
 ) -> None:
-    worker = WorkerProcess()
+    worker = new_worker()
     await worker.start(setup(tiny_spec(source, local_steps=10**6), tmp_path), quiet)
     training = asyncio.create_task(worker.train(0))
     await asyncio.sleep(0)
@@ -127,8 +144,10 @@ async def test_a_death_surfaces_in_the_call_under_way_and_the_next(
     await worker.stop()
 
 
-async def test_what_the_user_must_mend_is_an_error_and_no_death(source: Path, tmp_path: Path) -> None:
-    worker = WorkerProcess()
+async def test_what_the_user_must_mend_is_an_error_and_no_death(
+    source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]
+) -> None:
+    worker = new_worker()
     nowhere = setup(tiny_spec(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(DataError, match="nowhere does not exist"):
         await worker.start(nowhere, quiet)
@@ -138,8 +157,10 @@ async def test_what_the_user_must_mend_is_an_error_and_no_death(source: Path, tm
     await worker.stop()
 
 
-async def test_a_worker_that_does_not_answer_is_killed(source: Path, tmp_path: Path) -> None:
-    worker = WorkerProcess()
+async def test_a_worker_that_does_not_answer_is_killed(
+    source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]
+) -> None:
+    worker = new_worker()
     await worker.start(setup(tiny_spec(source), tmp_path), quiet)
     pid = worker.pid
     assert pid is not None
@@ -148,9 +169,11 @@ async def test_a_worker_that_does_not_answer_is_killed(source: Path, tmp_path: P
     assert not psutil.pid_exists(pid)
 
 
-async def test_resume_in_a_new_process_is_exact(source: Path, tmp_path: Path) -> None:
+async def test_resume_in_a_new_process_is_exact(
+    source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]
+) -> None:
     async def live(peer_home: Path, first: int, end: int) -> bytes:
-        worker = WorkerProcess()
+        worker = new_worker()
         await worker.start(setup(tiny_spec(source), peer_home), quiet)
         for round in range(first, end):
             await worker.train(round)
@@ -202,10 +225,10 @@ def test_the_worker_imports_none_of_the_network(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-async def test_two_nodes_on_one_machine(source: Path, tmp_path: Path) -> None:
+async def test_two_nodes_on_one_machine(source: Path, tmp_path: Path, new_worker: Callable[[], WorkerProcess]) -> None:
     spec = tiny_spec(source, encoding="bf16")
     spec = replace(spec, gasloc=replace(spec.gasloc, gamma=0.0))
-    pair = [WorkerProcess(), WorkerProcess()]
+    pair = [new_worker(), new_worker()]
     for worker in pair:
         worker.launch()
     await asyncio.gather(*(w.start(setup(spec, tmp_path, PeerId(p)), quiet) for w, p in zip(pair, "ab", strict=True)))
