@@ -48,10 +48,12 @@ class Method:
 
 
 class Ours(Method):
-    """MatrixFSDP."""
+    """MatrixFSDP: a unit is freed after its forward pass and gathered again, as under FSDP2."""
+
+    reshard = True
 
     def build(self, model: Decoder) -> nn.Module:
-        matrix_fully_shard(model, self.mesh, cost="newton_schulz")
+        matrix_fully_shard(model, self.mesh, cost="newton_schulz", reshard_after_forward=self.reshard)
         self.optimizer = build_optimizer(
             model, "muon", lr=LR, weight_decay=DECAY, momentum=MOMENTUM, adamw_lr=ADAMW["lr"],  # type: ignore[arg-type]
         )  # fmt: skip
@@ -65,6 +67,12 @@ class Ours(Method):
 
     def held(self) -> list[Tensor]:
         return super().held() + _moments(self.optimizer.matrix) + _moments(self.optimizer.adamw)
+
+
+class OursKept(Ours):
+    """MatrixFSDP whose units stay whole from forward to backward pass, for who has the memory of a replica anyway."""
+
+    reshard = False
 
 
 class Sharded(Method):
@@ -199,6 +207,7 @@ class OwnersOfReplicas(Replicated):
 
 METHODS: dict[str, Callable[[Size, DeviceMesh], Method]] = {
     "ours": Ours,
+    "kept": OursKept,
     "fsdp2": GatherEach,
     "gather_once": GatherOnce,
     "ddp": Replicated,
