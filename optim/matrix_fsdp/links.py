@@ -88,8 +88,8 @@ class Links:
                     self.traffic.gather_received += part.nbytes
         return self._start(ops, what)
 
-    def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Tensor, tag: int, what: str) -> Pending:
-        """Sends each extent of `full` to its owner; `inbox` (W - 1, owned) receives from rank + 1, rank + 2, ..."""
+    def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Sequence[Tensor], tag: int, what: str) -> Pending:
+        """Sends each extent of `full` to its owner; `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ..."""
         ops: list[tuple[int, dist.P2POp]] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
@@ -99,7 +99,7 @@ class Links:
                     ops.append((to, self._op(dist.isend, part, to, tag + at)))
                     self.traffic.reduce_sent += part.nbytes
                 elif extent.owner == self.rank:
-                    place = inbox[distance - 1, extent.owned_start : extent.owned_start + extent.numel]
+                    place = inbox[distance - 1][extent.owned_start : extent.owned_start + extent.numel]
                     ops.append((source, self._op(dist.irecv, place, source, tag + at)))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)

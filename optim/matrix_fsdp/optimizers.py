@@ -72,7 +72,7 @@ class OwnerOptimizer(Optimizer):
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank alone and bound to this plan; `checkpoint.owned_state` gives what any plan can take up."""
+        """Of this rank alone and bound to this plan; `checkpoint.owned_share` gives what any plan can take up."""
         return {"matrix": self.matrix.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     norm = squares.sqrt().squeeze().float()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+        gradient.mul_(scale)
     return norm
 
 

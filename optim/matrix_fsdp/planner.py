@@ -16,7 +16,7 @@ Cost = Literal["numel", "newton_schulz"]
 
 NS_STEPS = 5
 ADAMW_FLOPS = 12  # an element a step, beside the flops of Newton-Schulz
-WORKSPACE_CAP = 1.25  # ours, no value is known: how much larger a unit's largest segment may get for a better balance
+WORKSPACE_CAP = 1.25  # how much larger a unit's largest segment may get for a better balance; the paper's is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,8 @@ def plan_owners(
     *,
     cost: Cost = "numel",
     spread: Collection[str] = (),
+    outer: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> OwnerPlan:
     """Gives every matrix, and the tail of every unit, one owner among `world_size` ranks.
 
@@ -154,12 +156,22 @@ def plan_owners(
     the lowest), largest first (ties: model order): `role_greedy` sorts within a unit and carries the loads on,
     `scope_greedy` sorts the roles of all units together, and `cost_aware` takes the scope plan where that lowers the
     highest load and no unit's largest segment grows past 1.25 times the largest of the role plan, else the role plan.
-    `cost` is what a role weighs: its elements, or the flops of five Newton-Schulz steps, 5 (4 s^2 l + 2 s^3) with s
-    the short side. Parameters named in `spread` have no owner: each rank holds an even share of their rows.
+    (The paper's cap is not known. One of 1.25 times a unit's mean bytes, over W times the largest segment, would rule
+    out every plan with gamma over 1.25, and so every plan of the paper's own blocks from 4 ranks on, by role too.)
+    `cost` is what a role weighs: its elements, or the flops of its optimizer step. Those are of five Newton-Schulz
+    steps, 5 (4 s^2 l + 2 s^3) with s the short side; of AdamW for `outer` matrices (embeddings and head) and for all
+    that is no matrix; none for `frozen` parameters, which then go where the fewest elements are.
+    Parameters named in `spread` have no owner: each rank holds an even share of their rows.
     Raises ShardingError.
     """
     _check(shapes, world_size, policy, cost, spread)
-    weigh = _numel_cost if cost == "numel" else _newton_schulz_cost
+    idle, by_adamw = frozenset(frozen), frozenset(outer)
+
+    def weigh(named: Mapping[str, Shape]) -> int:
+        if cost == "numel":
+            return sum(map(numel, named.values()))
+        return sum(_flops(shape, name in by_adamw) for name, shape in named.items() if name not in idle)
+
     if policy != "cost_aware":
         return _greedy(shapes, world_size, policy, cost, weigh, spread)
     by_role = _greedy(shapes, world_size, "role_greedy", cost, weigh, spread)
@@ -193,18 +205,20 @@ def _greedy(
     world_size: int,
     policy: str,
     cost: str,
-    weigh: Callable[[Sequence[Shape]], int],
+    weigh: Callable[[Mapping[str, Shape]], int],
     spread: Collection[str],
 ) -> OwnerPlan:
     drafts = _drafts(shapes, weigh, spread)
     owners = [0] * len(drafts)
-    loads = [0] * world_size
+    loads, elements = [0] * world_size, [0] * world_size
     scopes = [drafts] if policy == "scope_greedy" else [[d for d in drafts if d.unit == unit] for unit in shapes]
     for scope in scopes:
-        for draft in sorted(scope, key=lambda draft: (-draft.cost, draft.index)):
-            rank = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        for draft in sorted(scope, key=_heaviest_first):
+            weighed = loads if draft.cost else elements
+            rank = min(range(world_size), key=lambda rank: (weighed[rank], rank))
             owners[draft.index] = rank
             loads[rank] += draft.cost
+            elements[rank] += draft.numel
     units = tuple(
         UnitPlan(
             name=unit,
@@ -223,7 +237,7 @@ def _greedy(
 
 
 def _drafts(
-    shapes: Mapping[str, Mapping[str, Shape]], weigh: Callable[[Sequence[Shape]], int], spread: Collection[str]
+    shapes: Mapping[str, Mapping[str, Shape]], weigh: Callable[[Mapping[str, Shape]], int], spread: Collection[str]
 ) -> list[_Draft]:
     drafts: list[_Draft] = []
     for unit, named in shapes.items():
@@ -231,22 +245,17 @@ def _drafts(
         groups = [(name,) for name, shape in owned.items() if len(shape) == 2]
         tail = tuple(name for name, shape in owned.items() if len(shape) != 2)
         for names in groups + ([tail] if tail else []):
-            of_role = [owned[name] for name in names]
-            count = sum(numel(shape) for shape in of_role)
-            drafts.append(_Draft(unit, len(drafts), names, count, weigh(of_role)))
+            of_role = {name: owned[name] for name in names}
+            drafts.append(_Draft(unit, len(drafts), names, sum(map(numel, of_role.values())), weigh(of_role)))
     return drafts
 
 
-def _numel_cost(shapes: Sequence[Shape]) -> int:
-    return sum(numel(shape) for shape in shapes)
+def _heaviest_first(draft: _Draft) -> tuple[int, int, int]:
+    return -draft.cost, 0 if draft.cost else -draft.numel, draft.index
 
 
-def _newton_schulz_cost(shapes: Sequence[Shape]) -> int:
-    return sum(_flops(shape) for shape in shapes)
-
-
-def _flops(shape: Shape) -> int:
-    if len(shape) != 2:
+def _flops(shape: Shape, by_adamw: bool) -> int:
+    if len(shape) != 2 or by_adamw:
         return ADAMW_FLOPS * numel(shape)
     short, long = sorted(shape)
     return NS_STEPS * (4 * short * short * long + 2 * short**3)

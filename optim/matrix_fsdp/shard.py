@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from peerloom.optim.matrix_fsdp.agreement import agree
 from peerloom.optim.matrix_fsdp.errors import ShardingError
 from peerloom.optim.matrix_fsdp.links import FanOut, Links, ReplicaLinks
+from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
@@ -54,7 +55,8 @@ def matrix_fully_shard(
     device = _device(mesh)
     if plan is not None and not problem:
         limit = memory_limit if memory_limit is not None else _free_memory(device)
-        problem = _too_large(plan, units, policy_mp, groups[0].rank, limit)
+        dtypes = [_dtypes(unit, policy_mp) for unit in units]
+        problem = _too_large(needed(plan, units, dtypes, groups[0].rank, reshard_after_forward), limit)
     agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out), problem)
     assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
     outer = frozenset(outer_matrices(model))
@@ -85,9 +87,11 @@ def _planned(
         if problem := problem_of(units):
             return units, None, problem
         shapes = {unit.name: {found.name: tuple(found.parameter.shape) for found in unit.found} for unit in units}
-        here = {name for named in shapes.values() for name in named}
-        spread = outer_matrices(model) & here if spread_outer and world_size > 1 else set()
-        return units, plan_owners(shapes, world_size, policy, cost=cost, spread=spread), ""
+        frozen = {found.name for unit in units for found in unit.found if not found.parameter.requires_grad}
+        outer = outer_matrices(model) & {name for named in shapes.values() for name in named}
+        spread = outer if spread_outer and world_size > 1 else set()
+        plan = plan_owners(shapes, world_size, policy, cost=cost, spread=spread, outer=outer, frozen=frozen)
+        return units, plan, ""
     except ShardingError as error:
         return [], None, str(error)
 
@@ -127,17 +131,9 @@ def _dtypes(unit: UnitModules, mp: MixedPrecisionPolicy) -> Dtypes:
     return Dtypes(rest=rest, forward=forward, reduce=mp.reduce_dtype or forward)
 
 
-def _too_large(
-    plan: OwnerPlan, units: list[UnitModules], mp: MixedPrecisionPolicy, rank: int, limit: int | None
-) -> str:
-    """A sentence when this rank's share cannot fit: at rest values, gradients and two moments; open, two units."""
-    if limit is None:
-        return ""
-    dtypes = [_dtypes(unit, mp) for unit in units]
-    at_rest = sum(4 * unit.owned_numel(rank) * d.rest.itemsize for unit, d in zip(plan.units, dtypes, strict=True))
-    full = [unit.numel * (d.forward.itemsize + d.reduce.itemsize) for unit, d in zip(plan.units, dtypes, strict=True)]
-    needed = at_rest + full[0] + sum(sorted(full[1:])[-2:])
-    if needed <= limit:
+def _too_large(needed: int, limit: int | None) -> str:
+    """A sentence when this rank's share cannot fit."""
+    if limit is None or needed <= limit:
         return ""
     gib = f"{needed / 2**30:.2f} GiB where {limit / 2**30:.2f} GiB are free"
     return f"the model takes {gib}; use more ranks, a smaller model or a 16-bit param_dtype"

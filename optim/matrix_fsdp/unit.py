@@ -19,11 +19,16 @@ _FIRST_TAG = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """What parameters are at rest, in the forward pass, and gradients on the way."""
+    """What parameters are at rest, in the forward pass, and gradients on the way; `sum` is for adding those up."""
 
     rest: torch.dtype
     forward: torch.dtype
     reduce: torch.dtype
+
+    @property
+    def sum(self) -> torch.dtype:
+        """At least fp32: sums in 16 bits would lose what small gradients have to say, the more the more ranks."""
+        return torch.promote_types(torch.promote_types(self.rest, self.reduce), torch.float32)
 
 
 class Unit:
@@ -52,7 +57,7 @@ class Unit:
         self._gathering: Pending | None = None
         self._filled = False
         self._gradients: Tensor | None = None
-        self._inbox: Tensor | None = None
+        self._inbox: list[Tensor] = []
         self._reducing: Pending | None = None
         self._written: set[str] = set()
         self.close()
@@ -114,14 +119,17 @@ class Unit:
         full = self._full_gradients()
         for name in self.trainable - self._written:
             self._grad_view(full, name).zero_()
-        others = self._links.world_size - 1
-        self._inbox = full.new_empty((others, self.grad_layout.owned_numel[self._links.rank]))
+        mine = self.grad_layout.owned_numel[self._links.rank]
+        self._inbox = [full.new_empty(mine) for _ in range(self._links.world_size - 1)]
         self._reducing = self._links.fan_in(
             self.grad_layout, full, self._inbox, self._tag + _TAGS_A_UNIT, f"reducing {self.name}"
         )
 
     def finish_reduce(self) -> None:
-        """Adds up what arrived, in rank order, and leaves the mean as `.grad` of the own pieces. Raises RankLost."""
+        """Adds up what arrived, in rank order, and leaves the mean as `.grad` of the own pieces. Raises RankLost.
+
+        It is rounded to the dtype at rest once, at the end.
+        """
         if self._reducing is None:
             return
         self._reducing.wait()
@@ -133,6 +141,7 @@ class Unit:
             self._replicas.start_sum(total, f"reducing {self.name}").wait()
         if ranks > 1:
             total.div_(ranks)
+        total = total.to(self._dtypes.rest)
         for piece, start in self.grad_layout.owned[self._links.rank]:
             if piece.numel:
                 _accumulate(self.sharded[piece.name], total[start : start + piece.numel].view(piece.shape))
@@ -215,25 +224,27 @@ class Unit:
         return full[start : start + whole.numel()].view(whole.shape)
 
     def _sum_in_rank_order(self) -> Tensor:
-        """The sum, in the dtype at rest; in one order whatever rank adds, so that it is the same bit for bit."""
-        rank, world_size = self._links.rank, self._links.world_size
+        """The sum, in `Dtypes.sum`; in one order whatever rank adds, so that it is the same bit for bit."""
+        rank, world_size, dtype = self._links.rank, self._links.world_size, self._dtypes.sum
         full = self._full_gradients()
         if world_size == 1:
-            return full.to(self._dtypes.rest)
-        mine = flat(self.grad_layout.owned_numel[rank], full.dtype, self.device)
-        for extent in self.grad_layout.of(rank):
-            part = full[extent.full_start : extent.full_start + extent.numel]
-            mine[extent.owned_start : extent.owned_start + extent.numel].copy_(part)
-        assert self._inbox is not None  # ours: the reduction was started
-        inbox = self._inbox
-        rows = [mine if source == rank else inbox[(source - rank) % world_size - 1] for source in range(world_size)]
-        total = rows[0].to(self._dtypes.rest, copy=True)
-        for row in rows[1:]:
-            total.add_(row)
+            return full.to(dtype)
+        # what came from the lowest other rank takes up the rest; on rank 0 the first two change places: a + b = b + a
+        rows = {(rank + distance) % world_size: row for distance, row in enumerate(self._inbox, 1)}
+        first = 1 if rank == 0 else 0
+        total = rows[first].to(dtype)
+        for source in range(world_size):
+            if source == rank:
+                for extent in self.grad_layout.of(rank):
+                    mine = full[extent.full_start : extent.full_start + extent.numel]
+                    total[extent.owned_start : extent.owned_start + extent.numel].add_(mine)
+            elif source != first:
+                total.add_(rows[source])
         return total
 
     def _forget_gradients(self) -> None:
-        self._gradients = self._inbox = self._reducing = None
+        self._gradients = self._reducing = None
+        self._inbox = []
         self._written = set()
 
 

@@ -52,6 +52,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     sharding: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
+    reduce: torch.dtype | None = None  # of gradients on the way, without `bf16`
     checkpointing: bool | None = None  # use_reentrant, None for none
     replicas: int = 1
 
@@ -110,7 +111,9 @@ def sharded_run(rank: int, ranks: int, case: Case) -> Outcome | None:
     if rank >= ranks:
         return None
     model = make_model(case)
-    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.bf16 else None
+    mp = MixedPrecisionPolicy(reduce_dtype=case.reduce)
+    if case.bf16:
+        mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded = matrix_fully_shard(model, mesh, mp=mp, **case.sharding)
     optimizer = make_optimizer(model, case)
     losses, norms = train(sharded, optimizer, range(case.steps), rank, ranks, case)
@@ -138,8 +141,12 @@ def train(
 
 
 def reference_run(ranks: int, case: Case) -> Outcome:
-    """The same on one process, in the same order of additions: microbatches of a rank, then ranks, then the mean."""
+    """The same on one process, in the same order of additions: microbatches of a rank, then ranks, then the mean.
+
+    Ranks are added up in fp32 at least, and rounded once.
+    """
     model = make_model(case)
+    adding = torch.promote_types(case.dtype, torch.float32)
     optimizer = make_optimizer(model, case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses, norms = [], []
@@ -153,14 +160,14 @@ def reference_run(ranks: int, case: Case) -> Outcome:
                 each = loss_of(forward, step, slice(at, at + 1), ranks * case.accumulate) / case.accumulate
                 each.backward()  # type: ignore[no-untyped-call]
                 loss += float(each.detach()) / ranks
-            gradients = [_taken(leaf).to(case.dtype) for leaf in leaves]
+            gradients = [_taken(leaf).to(adding) for leaf in leaves]
             total = gradients if rank == 0 else [a + b for a, b in zip(total, gradients, strict=True)]
         for parameter, gradient in zip(trained, total, strict=True):
-            parameter.grad = gradient / ranks
+            parameter.grad = (gradient / ranks).to(parameter.dtype)
         if case.clip:
             torchs = float(nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
             norms.append(float(clip_grad_norm_(model, case.clip)))
-            assert abs(norms[-1] - torchs) <= 1e-6 * torchs
+            assert abs(norms[-1] - torchs) <= 16 * torch.finfo(case.dtype).eps * torchs
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)

@@ -44,6 +44,8 @@ CASES = {
     "frozen matrices": (3, Case(steps=3, frozen="q_proj")),
     "frozen embedding": (2, Case(steps=3, frozen="embed")),
     "bf16 over fp32": (3, Case(steps=3, bf16=True)),
+    "bf16": (5, Case(steps=3, dtype=torch.bfloat16)),
+    "bf16, gradients travel as fp32": (3, Case(steps=3, dtype=torch.bfloat16, reduce=torch.float32, clip=0.5)),
     "broadcast": (4, Case(steps=3, sharding={"fan_out": "broadcast"})),
     "embedding and head owned": (3, Case(steps=3, sharding={"spread_outer": False})),
     "planned by scope and flops": (4, Case(steps=3, sharding={"policy": "scope_greedy", "cost": "newton_schulz"})),

@@ -88,6 +88,24 @@ def test_balance_by_newton_schulz_is_another_balance() -> None:
     assert {role.cost for role in by_flops.units[0].roles if role.names[0] != "wide"} == {flops}
 
 
+def test_who_steps_a_matrix_decides_what_it_weighs() -> None:
+    shapes: dict[str, dict[str, Shape]] = {
+        "rest": {"embed": (256, H), "head": (256, H)},
+        "block": {"q": (H, H), "k": (H, H), "cold": (H, 4 * H), "frozen": (H, 4 * H), "norm": (H,)},
+    }
+    plan = plan_owners(
+        shapes, 2, cost="newton_schulz", outer={"embed", "head"}, frozen={"cold", "frozen", "norm"}
+    )  # fmt: skip
+    costs = {role.names: role.cost for unit in plan.units for role in unit.roles}
+    by_muon, by_adamw = 5 * (4 * H**3 + 2 * H**3), 12 * 256 * H
+    assert costs[("q",)] == costs[("k",)] == by_muon and costs[("embed",)] == costs[("head",)] == by_adamw
+    assert costs[("cold",)] == costs[("frozen",)] == costs[("norm",)] == 0
+    assert plan.owner_of("cold") != plan.owner_of("frozen"), "what costs no step still takes memory"
+    assert plan.imbalance == pytest.approx(1.0, abs=0.01)
+    by_numel = plan_owners(shapes, 2, outer={"embed", "head"}, frozen={"cold", "frozen"})
+    assert all(role.cost == role.numel for unit in by_numel.units for role in unit.roles)
+
+
 def test_the_checksum_sees_every_difference() -> None:
     plans = [
         plan_owners(blocks(2), 2),
