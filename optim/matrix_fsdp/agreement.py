@@ -16,24 +16,25 @@ _PROBLEM_BYTES = 512
 def agree(groups: Sequence[Links], device: torch.device, facts: Mapping[str, str], problem: str = "") -> None:
     """Raises the same ShardingError on every rank when one has a problem, or a fact differs between ranks.
 
-    `groups` are the dimensions of the mesh, inner first: what is found in one is told in the next. Records have a fixed
-    size, so ranks with different plans still understand each other.
+    `groups` are the dimensions of the mesh, inner first: what is found in one is told in the next, and the first once
+    more, since ranks of one replica have other partners in the outer dimension. Records have a fixed size, so ranks
+    with different plans still understand each other. Ranks are named as the default group numbers them.
     """
-    for links in groups:
+    for links in [*groups, *groups[:-1]]:
         rows = _exchanged(links, device, [*facts.values()], problem)
-        problem = _first_problem(rows, [*facts])
+        problem = _first_problem(rows, [*facts], links.ranks)
     if problem:
         raise ShardingError(problem)
 
 
-def _first_problem(rows: list[tuple[list[str], str]], names: list[str]) -> str:
-    for rank, (_, problem) in enumerate(rows):
+def _first_problem(rows: list[tuple[list[str], str]], names: list[str], ranks: Sequence[int]) -> str:
+    for rank, (_, problem) in zip(ranks, rows, strict=True):
         if problem:
             return problem if problem.startswith("rank ") else f"rank {rank}: {problem}"
-    for rank, (values, _) in enumerate(rows):
+    for rank, (values, _) in zip(ranks, rows, strict=True):
         for name, first, value in zip(names, rows[0][0], values, strict=True):
             if value != first:
-                return f"rank {rank} has another {name} than rank 0: {value} instead of {first}"
+                return f"rank {rank} has another {name} than rank {ranks[0]}: {value} instead of {first}"
     return ""
 
 

@@ -8,7 +8,10 @@ class ShardingError(ValueError):
 
 
 class RankLost(RuntimeError):
-    """Ranks of the group no longer answer: the group is broken and has to be started again."""
+    """Ranks of the default group no longer answer: it is broken and has to be started again.
+
+    `ranks` is empty where all still answer and only a connection between them has failed.
+    """
 
     def __init__(self, ranks: tuple[int, ...], what: str, cause: str) -> None:
         listed = ", ".join(map(str, ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
 from peerloom.optim.matrix_fsdp.layout import Extent, UnitLayout
+from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
 
 FanOut = Literal["p2p", "broadcast"]
+FAN_OUTS: dict[str, FanOut] = {"gloo": "p2p", "nccl": "p2p"}
 
 _EXCHANGE_TAG = 1
-_PROBE = timedelta(milliseconds=1)
+_ROLL_CALL_SHARE = 6  # the part of a timeout in which whoever lives is to answer
+_LEAST_ROLL_CALL = timedelta(seconds=2)
 
 
 @dataclass(slots=True)
@@ -42,39 +46,58 @@ class Pending:
         self._works = works
 
     def wait(self) -> None:
-        """Returns when all are done; raises RankLost, naming the ranks whose transfers failed."""
+        """Returns when all are done; raises RankLost, naming who does not answer any more."""
         works, self._works = self._works, []
-        for at, (peer, work) in enumerate(works):
+        deadline = self._links.deadline()
+        for peer, work in works:
             try:
-                self._links.wait(work)
+                self._links.wait(work, deadline)
             except RuntimeError as error:
-                failed = {peer, *(other for other, later in works[at + 1 :] if _has_failed(later))}
-                lost = tuple(sorted(rank for rank in failed if rank is not None))
-                raise RankLost(lost, self._what, str(error).strip().split("\n")[0]) from error
+                raise self._links.loss([peer], self._what, error) from error
 
 
 class Links:
-    """The links of one shard group; ranks are ranks in the group.
+    """The links of one shard group; ranks are ranks in the group, but those that errors name: as `ranks` has them.
 
-    Everything is point to point, where a failure names its rank and every byte is counted; with
-    `fan_out="broadcast"` segments travel in one broadcast an owner instead. Transfers of a group are started in the
-    same order on all its ranks. `timeout`, which may be changed, bounds each wait on gloo; NCCL's own watchdog applies
-    the group's.
+    Everything is point to point, where every byte is counted; with `fan_out="broadcast"` segments travel in one
+    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `timeout`, which
+    may be changed, bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the
+    group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
-        self._group = group
-        self._blocking = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
+        self.group = group
+        self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
+        self._lifeline: Lifeline | None = None
+        self._failing_together: Sequence[dist.ProcessGroup] = ()
+
+    def watch_over(self, lifeline: Lifeline, groups: Sequence[dist.ProcessGroup]) -> None:
+        """From now on a failure closes `groups`, and those who then do not answer on `lifeline` are the lost."""
+        self._lifeline, self._failing_together = lifeline, groups
+
+    def deadline(self) -> Deadline:
+        """Of one wait; what is left of `timeout` is for the roll call."""
+        return Deadline(self.timeout - self.timeout / _ROLL_CALL_SHARE)
+
+    def loss(self, peers: Sequence[int | None], what: str, error: RuntimeError) -> RankLost:
+        """What to raise after a failure: before there is a lifeline, the peers of what failed are named."""
+        lost = tuple(sorted(self.ranks[peer] for peer in peers if peer is not None))
+        if self._lifeline is not None:
+            for group in self._failing_together:
+                sever(group)
+            lost = self._lifeline.call(max(self.timeout / _ROLL_CALL_SHARE, _LEAST_ROLL_CALL))
+        return RankLost(lost, what, str(error).strip().split("\n")[0])
 
     def fan_out(self, extents: Sequence[Extent], full: Tensor, tag: int, what: str) -> Pending:
         """Sends each extent of `full` from its owner to all others."""
         if self._broadcasts:
-            return Pending(self, what, [self._broadcast(extent, full) for extent in extents])
+            return self.begun(what, lambda: [self._broadcast(extent, full) for extent in extents])
         ops: list[tuple[int, dist.P2POp]] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
@@ -107,7 +130,7 @@ class Links:
     def sum_scalar(self, value: Tensor) -> None:
         """Adds up `value`, of one element, over the group, in place."""
         self.traffic.scalars += 1
-        Pending(self, "a sum over all ranks", [(None, dist.all_reduce(value, group=self._group, async_op=True))]).wait()
+        self.begun("a sum over all ranks", lambda: [dist.all_reduce(value, group=self.group, async_op=True)]).wait()
 
     def exchange(self, record: Tensor, what: str) -> list[Tensor]:
         """The record of every rank, in rank order; all records have one size."""
@@ -132,24 +155,31 @@ class Links:
         self._start(ops, what).wait()
         return whole
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, deadline: Deadline) -> None:
         """Waits for one transfer; raises RuntimeError when it failed or took too long."""
-        if self._blocking:
-            work.wait(self.timeout)
+        if self.on_gloo:
+            work.wait(deadline.left)
         else:
             work.wait()
 
-    def _broadcast(self, extent: Extent, full: Tensor) -> tuple[int | None, Any]:
+    def begun(self, what: str, collectives: Callable[[], list[Any]]) -> Pending:
+        """What `collectives` starts; raises RankLost."""
+        try:
+            return Pending(self, what, [(None, work) for work in collectives()])
+        except RuntimeError as error:
+            raise self.loss([], what, error) from error
+
+    def _broadcast(self, extent: Extent, full: Tensor) -> Any:
         part = full[extent.full_start : extent.full_start + extent.numel]
         if extent.owner == self.rank:
             self.traffic.gather_sent += part.nbytes * (self.world_size - 1)
         else:
             self.traffic.gather_received += part.nbytes
         self.traffic.messages += 1
-        return extent.owner, dist.broadcast(part, group=self._group, async_op=True, group_src=extent.owner)
+        return dist.broadcast(part, group=self.group, async_op=True, group_src=extent.owner)
 
     def _op(self, kind: Any, part: Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, part, group=self._group, tag=tag if self._blocking else 0, group_peer=peer)
+        return dist.P2POp(kind, part, group=self.group, tag=tag if self.on_gloo else 0, group_peer=peer)
 
     def _start(self, ops: list[tuple[int, dist.P2POp]], what: str) -> Pending:
         if not ops:
@@ -158,8 +188,7 @@ class Links:
         try:
             works = dist.batch_isend_irecv([op for _, op in ops])
         except RuntimeError as error:
-            lost = tuple(sorted({peer for peer, _ in ops}))
-            raise RankLost(lost, what, str(error).strip().split("\n")[0]) from error
+            raise self.loss(sorted({peer for peer, _ in ops}), what, error) from error
         if len(works) == len(ops):
             return Pending(self, what, [(peer, work) for (peer, _), work in zip(ops, works, strict=True)])
         return Pending(self, what, [(None, work) for work in works])  # NCCL: one for the whole batch
@@ -175,17 +204,9 @@ class ReplicaLinks:
 
     def start_sum(self, gradients: Tensor, what: str) -> Pending:
         self._links.traffic.replicate_reduced += gradients.nbytes
-        work = dist.all_reduce(gradients, group=self._group, async_op=True)
-        return Pending(self._links, f"{what} over the replicas", [(None, work)])
-
-
-def _has_failed(work: Any) -> bool:
-    """Whether a transfer of a group that is broken anyway failed too, rather than being still under way."""
-    try:
-        work.wait(_PROBE)
-    except RuntimeError as error:
-        return "imed out" not in str(error)
-    return False
+        return self._links.begun(
+            f"{what} over the replicas", lambda: [dist.all_reduce(gradients, group=self._group, async_op=True)]
+        )
 
 
 def flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -98,11 +98,12 @@ def loss_of(model: Callable[..., Any], step: int, sequences: slice, count: int) 
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def mesh_of(ranks: int, replicas: int = 1) -> DeviceMesh:
-    """Of the first `ranks` of all; each rank of the default group must call it."""
+def mesh_of(ranks: int, replicas: int = 1, begin: int = 0) -> DeviceMesh:
+    """Of `ranks` ranks from `begin` on; each rank of the default group must call it."""
+    listed = torch.arange(begin, begin + ranks)
     if replicas == 1:
-        return DeviceMesh("cpu", torch.arange(ranks))
-    return DeviceMesh("cpu", torch.arange(ranks).view(replicas, -1), mesh_dim_names=("replicas", "shard"))
+        return DeviceMesh("cpu", listed)
+    return DeviceMesh("cpu", listed.view(replicas, -1), mesh_dim_names=("replicas", "shard"))
 
 
 def sharded_run(rank: int, ranks: int, case: Case) -> Outcome | None:
@@ -313,18 +314,18 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def refused(rank: int, ranks: int, odd: int, how: str) -> tuple[str, bool] | None:
-    """Shards with something wrong on rank `odd`; the sentence, and whether the weights are as they were."""
-    mesh = mesh_of(ranks)
+def refused(rank: int, ranks: int, odd: tuple[int, ...], how: str, replicas: int = 1) -> tuple[str, bool] | None:
+    """Shards with something wrong on the ranks `odd`; the sentence, and whether the weights are as they were."""
+    mesh = mesh_of(ranks, replicas)
     if rank >= ranks:
         return None
     case, sharding = Case(), dict[str, Any]()
     version = torch.__version__
-    if rank == odd and how == "layers":
+    if rank in odd and how == "layers":
         case = Case(layers=3)
     model = make_model(case)
     try:
-        if rank == odd:
+        if rank in odd:
             sharding = _spoil(model, how, mesh)
         before = [(id(parameter), _bytes_of(parameter)) for parameter in model.parameters()]
         matrix_fully_shard(model, mesh, **sharding)
@@ -427,23 +428,74 @@ def _fail_in_backward(model: nn.Module) -> None:
         loss_of(model, 0, slice(0, 1), 1).backward()  # type: ignore[no-untyped-call]
 
 
-def meets_a_loss(rank: int, dies: int, hangs: int) -> tuple[int, ...]:
-    """Ranks 0-2 lose `dies` in the second step; ranks 3 and 4 wait for `hangs`, which trains no more. Those named."""
-    groups = (range(3), range(3, 5))
-    meshes = [DeviceMesh("cpu", torch.tensor(list(group))) for group in groups]
-    mine = 0 if rank in groups[0] else 1
-    model = make_model(Case())
-    sharded = matrix_fully_shard(model, meshes[mine])
-    optimizer = make_optimizer(model, Case())
-    train(sharded, optimizer, range(1), sharded.rank, sharded.world_size, Case())
-    if mine == 1:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A group of which one rank, counted in the group, dies or falls silent in the second step."""
+
+    ranks: int = 3
+    dies: int = 1
+    within: str  # "forward", "backward", "clipping", "silence"
+    case: Case = field(default_factory=Case)
+
+
+LOSSES = {
+    "forward": Loss(within="forward"),
+    "backward": Loss(within="backward", dies=2),
+    "clipping": Loss(within="clipping", dies=0),
+    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"})),
+    "broadcast, p2p for gradients": Loss(within="backward", case=Case(sharding={"fan_out": "broadcast"})),
+    "replicas": Loss(ranks=4, dies=3, within="backward", case=Case(replicas=2)),
+    "replicas, clipping": Loss(ranks=4, dies=0, within="clipping", case=Case(replicas=2)),
+    "silence": Loss(within="silence"),
+}
+
+
+def groups_of_losses() -> dict[str, range]:
+    """The ranks of each of LOSSES, one group after the other."""
+    groups, begin = {}, 0
+    for name, loss in LOSSES.items():
+        groups[name] = range(begin, begin + loss.ranks)
+        begin += loss.ranks
+    return groups
+
+
+def meets_a_loss(rank: int) -> tuple[int, ...]:
+    """Who is lost, as an error that is raised in the second step has it."""
+    mine = next(name for name, group in groups_of_losses().items() if rank in group)
+    for name, group in groups_of_losses().items():  # each rank must make all meshes
+        made = mesh_of(LOSSES[name].ranks, LOSSES[name].case.replicas, begin=group.start)
+        if name == mine:
+            mesh, loss = made, LOSSES[name]
+    case = loss.case
+    model = make_model(case)
+    sharded = matrix_fully_shard(model, mesh, **case.sharding)
+    optimizer = make_optimizer(model, case)
+    at = rank - groups_of_losses()[mine].start
+    train(sharded, optimizer, range(1), at, loss.ranks, case)
+    if loss.within == "silence":
         sharded.links.timeout = timedelta(seconds=1)
-    if rank == dies:
-        os._exit(9)
-    if rank == hangs:
-        return ()
+    if at == loss.dies:
+        if loss.within == "silence":
+            return ()
+        _die_within(model, loss.within)
     try:
-        train(sharded, optimizer, range(1, 2), sharded.rank, sharded.world_size, Case())
+        each = loss_of(model, 1, slice(at, at + 1), loss.ranks)
+        each.backward()  # type: ignore[no-untyped-call]
+        if loss.within == "clipping" and at == loss.dies:
+            os._exit(9)
+        clip_grad_norm_(model, 1.0)
+        for step in range(2, 20):  # of another replica, it may be missed only now
+            train(sharded, optimizer, range(step, step + 1), at, loss.ranks, case)
     except RankLost as error:
         return error.ranks
     raise AssertionError("nobody was missed")
+
+
+def _die_within(model: nn.Module, within: str) -> None:
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        if within == "forward":
+            os._exit(9)
+        if within == "backward":
+            output.register_hook(lambda gradient: os._exit(9))  # type: ignore[no-untyped-call]
+
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(watch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,14 @@ import torch
 from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_
 from peerloom.optim.matrix_fsdp.planner import numel
 from tests.unit.optim.matrix_cases import (
+    LOSSES,
     Array,
     Case,
     Outcome,
     counted_step,
     ddp_run,
     full_batch_run,
+    groups_of_losses,
     interrupted,
     make_model,
     meets_a_loss,
@@ -219,14 +220,36 @@ def test_evaluations_and_failed_passes_leave_no_trace(five: Ranks) -> None:
     ],
 )
 def test_what_one_rank_cannot_shard_all_refuse_and_no_weight_is_touched(five: Ranks, how: str, sentence: str) -> None:
-    answers = run(five, refused, 3, 1, how)
+    answers = run(five, refused, 3, (1,), how)
     assert all(said.startswith(sentence) and untouched for said, untouched in answers), answers
 
 
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        ((2, 3), "rank 2 has another model than rank 0"),
+        ((3,), "rank 3 has another model than rank 2"),
+        ((1,), "rank 1 has another model than rank 0"),
+        ((1, 3), "rank 1 has another model than rank 0"),
+    ],
+)
+def test_replicas_that_differ_all_hear_of_the_same_rank(five: Ranks, odd: tuple[int, ...], sentence: str) -> None:
+    answers = run(five, refused, 4, odd, "layers", 2)
+    assert {said.split(":")[0] for said, _ in answers} == {sentence} and all(untouched for _, untouched in answers)
+
+
+@pytest.fixture(scope="module")
+def bereaved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """All groups of LOSSES in one, at work."""
+    groups = groups_of_losses()
+    with Ranks(sum(map(len, groups.values())), tmp_path_factory.mktemp("bereaved")) as ranks:
+        ranks.start([rank for group in groups.values() for rank in group], meets_a_loss)
+        yield ranks
+
+
 @pytest.mark.slow
-def test_who_is_lost_is_named_by_those_who_wait(tmp_path: Path) -> None:
-    with Ranks(5, tmp_path) as ranks:
-        ranks.start(range(5), meets_a_loss, 1, 4)
-        assert 1 in ranks.answer(0) and 1 in ranks.answer(2)
-        assert ranks.answer(3) == (1,), "rank 4 is the second of its group"
-        assert ranks.answer(4) == ()
+@pytest.mark.parametrize("name", LOSSES)
+def test_who_is_lost_is_named_by_all_others_and_nobody_else(bereaved: Ranks, name: str) -> None:
+    group, dies = groups_of_losses()[name], LOSSES[name].dies
+    others = [rank for rank in group if rank != group[dies]]
+    assert [bereaved.answer(rank) for rank in others] == [(group[dies],)] * len(others)
