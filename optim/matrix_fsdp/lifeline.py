@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,10 +28,11 @@ class Lifeline:
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         # dist.new_group for some ranks alone takes its name from the groups that each has made, not the same everywhere
-        store = dist.PrefixStore(f"lifeline/{','.join(map(str, ranks))}", _get_default_store())
+        name = f"lifeline/{','.join(map(str, ranks))}"
+        store = dist.PrefixStore(name, _get_default_store())  # type: ignore[attr-defined]
         me = ranks.index(dist.get_rank())
         self._ranks = ranks
-        self._group = dist.ProcessGroupGloo(store, me, len(ranks), timeout)
+        self._group = cast(Any, dist.ProcessGroupGloo(store, me, len(ranks), timeout))
         self._others = [at for at in range(len(ranks)) if at != me]
         self._heard = torch.zeros(len(ranks))
         self._words = [self._group.recv([self._heard[at : at + 1]], at, _TAG) for at in self._others]

@@ -21,7 +21,7 @@ from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
-from peerloom.optim.matrix_fsdp.unit import Dtypes, Unit
+from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
 
 
 def matrix_fully_shard(
@@ -62,7 +62,7 @@ def matrix_fully_shard(
     device = _device(mesh)
     if plan is not None and not problem:
         limit = memory_limit if memory_limit is not None else _free_memory(device)
-        dtypes = [_dtypes(unit, policy_mp) for unit in units]
+        dtypes = [dtypes_of(unit, policy_mp) for unit in units]
         problem = _too_large(needed(plan, units, dtypes, groups[0].rank, reshard_after_forward), limit)
     agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out), problem)
     _watch_over(mesh, groups)
@@ -70,7 +70,7 @@ def matrix_fully_shard(
     outer = frozenset(outer_matrices(model))
     replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if len(groups) > 1 else None
     made = [
-        Unit(index, unit, plan.units[index], _dtypes(unit, policy_mp), device, groups[0], replicas)
+        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas)
         for index, unit in enumerate(units)
     ]
     _move_buffers(model, device)
@@ -143,12 +143,6 @@ def _facts(
         "plan": plan.checksum() if plan is not None else "",
         "sharding setting": hashlib.sha256(repr(settings).encode()).hexdigest(),
     }
-
-
-def _dtypes(unit: UnitModules, mp: MixedPrecisionPolicy) -> Dtypes:
-    rest = unit.found[0].parameter.dtype if unit.found else torch.float32
-    forward = mp.param_dtype or rest
-    return Dtypes(rest=rest, forward=forward, reduce=mp.reduce_dtype or forward)
 
 
 def _too_large(needed: int, limit: int | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp.layout import lay_out
 from peerloom.optim.matrix_fsdp.links import Links, Pending, ReplicaLinks, flat
@@ -29,6 +30,13 @@ class Dtypes:
     def sum(self) -> torch.dtype:
         """At least fp32: sums in 16 bits would lose what small gradients have to say, the more the more ranks."""
         return torch.promote_types(torch.promote_types(self.rest, self.reduce), torch.float32)
+
+
+def dtypes_of(unit: UnitModules, mp: MixedPrecisionPolicy) -> Dtypes:
+    """Those of a unit before it is sharded."""
+    rest = unit.found[0].parameter.dtype if unit.found else torch.float32
+    forward = mp.param_dtype or rest
+    return Dtypes(rest=rest, forward=forward, reduce=mp.reduce_dtype or forward)
 
 
 class Unit:

@@ -5,7 +5,9 @@
 Two and four ranks on this machine, over gloo (over NCCL where there is a GPU a rank), one torch thread each. All
 methods train the same decoder from the same weights, and take turns, one step each. What frees a unit after its forward
 pass is compared with everything; with the methods that hold a whole replica, the form that keeps it until its backward
-pass is compared, too. A time is that of the slowest rank, from barrier to barrier. Times are given as steps a second, so that the ratio is how many times faster we are.
+pass is compared, too. A time is that of the slowest rank, from barrier to barrier. Times are given as steps a second,
+so that the ratio is how many times faster we are. A peak is what torch has allocated at most at once in a step:
+parameters and moments, and over them what the step allocates, gradients, buffers and activations.
 The simulated table at the end of the output is no measurement: its assumptions are printed with it.
 """
 
@@ -88,10 +90,11 @@ def rows(
         for name in ("ddp", "zero1")
     ]
     held = {name: max(rank[name].held_bytes for rank in counts) for name in METHODS}
-    found += [
-        _size(f"memory_w{ranks}", held, name, "MiB", f"parameters and moments between steps, fullest rank; {setting}")
-        for name in ("fsdp2",)
-    ]
+    kept_between = f"parameters and moments between steps, fullest rank; {setting}"
+    found.append(_size(f"memory_w{ranks}", held, "fsdp2", "MiB", kept_between))
+    peaks = {name: max(rank[name].peak_bytes for rank in counts) for name in METHODS}
+    at_once = f"allocated at once in a step, fullest rank; {setting}"
+    found.append(_size(f"peak_w{ranks}", peaks, "fsdp2", "MiB", at_once))
     received = {name: max(rank[name].step_bytes for rank in counts) for name in METHODS}
     found.append(_size(f"opt_step_bytes_w{ranks}", received, "fsdp2", "MiB", f"received a rank; {setting}"))
     return found

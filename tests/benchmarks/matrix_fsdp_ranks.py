@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.benchmarks.matrix_fsdp_methods import METHODS, Method, newton_schulz
 from tests.benchmarks.matrix_fsdp_model import VOCABULARY, Size
+from tests.benchmarks.matrix_fsdp_peak import peak_of
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Figures:
     optimizer_s: list[float] = field(default_factory=list)
     loss: float = 0.0
     held_bytes: int = 0
+    peak_bytes: int = 0  # at once in a step, held_bytes among them
     step_bytes: int = 0  # received in one optimizer step
 
 
@@ -42,7 +44,7 @@ def work(pipe: Connection[Any, Any], rank: int, world_size: int, store: str, siz
     )
     mesh = init_device_mesh("cuda" if cuda else "cpu", (world_size,))
     methods = {name: method(size, mesh) for name, method in METHODS.items()}
-    windows = _windows(rank, size).to(mesh.device_type)
+    windows = windows_of(rank, size).to(mesh.device_type)
     for method in methods.values():
         _step(method, windows, Figures())  # the first allocates moments and buffers
     pipe.send("ready")
@@ -51,7 +53,7 @@ def work(pipe: Connection[Any, Any], rank: int, world_size: int, store: str, siz
         if message[0] == "turn":
             pipe.send({name: _timed(methods[name], windows) for name in message[1]})
         elif message[0] == "counts":
-            pipe.send({name: _counted(method, windows) for name, method in methods.items()})
+            pipe.send({name: counted(method, windows) for name, method in methods.items()})
         else:
             pipe.send(_costs(size, mesh.device_type))
         if message[0] == "costs":
@@ -59,7 +61,8 @@ def work(pipe: Connection[Any, Any], rank: int, world_size: int, store: str, siz
     dist.destroy_process_group()
 
 
-def _windows(rank: int, size: Size) -> Tensor:
+def windows_of(rank: int, size: Size) -> Tensor:
+    """One of random tokens, another on each rank."""
     return torch.randint(0, VOCABULARY, (1, size.tokens + 1), generator=torch.Generator().manual_seed(rank))
 
 
@@ -91,15 +94,19 @@ def _now(method: Method) -> float:
     return time.perf_counter()
 
 
-def _counted(method: Method, windows: Tensor) -> Figures:
+def counted(method: Method, windows: Tensor) -> Figures:
+    """What a method holds between steps, what it allocates in one, and what it receives in the optimizer's part."""
     figures = Figures()
-    loss = method.model(windows)
-    loss.backward()
-    with torch.no_grad(), _Received(method.world_size) as received:
-        method.optimize()
-    method.clear()
+    with peak_of(method.device) as peak:
+        loss = method.model(windows)
+        loss.backward()
+        del loss
+        with torch.no_grad(), _Received(method.world_size) as received:
+            method.optimize()
+        method.clear()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in method.held()}
     figures.held_bytes = sum(storage.nbytes() for storage in storages.values())
+    figures.peak_bytes = figures.held_bytes + peak.bytes
     figures.step_bytes = received.count
     return figures
 

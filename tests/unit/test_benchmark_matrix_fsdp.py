@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import matrix_fsdp, matrix_fsdp_simulation
 from tests.benchmarks.matrix_fsdp import QUICK, rows
-from tests.benchmarks.matrix_fsdp_methods import METHODS
+from tests.benchmarks.matrix_fsdp_methods import METHODS, TITLES
 from tests.benchmarks.matrix_fsdp_ranks import Figures
 
 COSTS = {
@@ -20,7 +20,8 @@ COSTS = {
 def figures(name: str, rank: int) -> Figures:
     optimizer_s = 0.1 if name == "ours" else 0.5
     return Figures(
-        passes_s=[0.2], optimizer_s=[optimizer_s * (1 + rank)], loss=5.5, held_bytes=2**20 * (1 + rank),
+        passes_s=[0.1 if name == "kept" else 0.2], optimizer_s=[optimizer_s * (1 + rank)], loss=5.5,
+        held_bytes=2**20 * (1 + rank), peak_bytes=(3 if name == "ours" else 5) * 2**20 * (1 + rank),
         step_bytes=0 if name == "ours" else 2**21,
     )  # fmt: skip
 
@@ -28,11 +29,14 @@ def figures(name: str, rank: int) -> Figures:
 def test_the_rows_are_named_as_the_design_says_and_take_the_slowest_rank() -> None:
     by_rank = [{name: figures(name, rank) for name in METHODS} for rank in range(4)]
     found = {row.name: row for row in rows(4, QUICK, [by_rank, by_rank], by_rank)}
-    others = [f"{what}_w4_{name}" for what in ("opt_step", "step") for name in [*METHODS][2:]]
-    assert found.keys() == {"opt_step_w4", "step_w4", "memory_w4", "opt_step_bytes_w4", *others}
+    others = [f"{what}_w4_{name}" for what in ("opt_step", "step") for name in [*TITLES][1:]]
+    kept = ["step_w4_kept_ddp", "step_w4_kept_zero1"]
+    assert found.keys() == {"opt_step_w4", "step_w4", "memory_w4", "peak_w4", "opt_step_bytes_w4", *others, *kept}
     assert found["opt_step_w4"].ratio == pytest.approx(5.0)
     assert found["opt_step_w4"].value == pytest.approx(1 / 0.4)
     assert found["step_w4"].ratio == pytest.approx(2.2 / 0.6)
+    assert found["step_w4_kept_zero1"].value == pytest.approx(1 / 2.1), "of the form that keeps units"
+    assert (found["peak_w4"].value, found["peak_w4"].baseline_value) == (12.0, 20.0)
     assert found["memory_w4"].ratio == 1.0 and found["memory_w4"].value == 4.0
     assert (found["opt_step_bytes_w4"].value, found["opt_step_bytes_w4"].baseline_value) == (0.0, 2.0)
 

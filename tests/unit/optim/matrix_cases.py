@@ -32,6 +32,14 @@ from peerloom.optim.matrix_fsdp import (
     holdings,
     matrix_fully_shard,
 )
+from peerloom.optim.matrix_fsdp.memory import needed
+from peerloom.optim.matrix_fsdp.modules import find_units
+from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
+from tests.benchmarks.matrix_fsdp_methods import METHODS
+from tests.benchmarks.matrix_fsdp_model import Size
+from tests.benchmarks.matrix_fsdp_model import make_model as make_decoder
+from tests.benchmarks.matrix_fsdp_peak import peak_of
+from tests.benchmarks.matrix_fsdp_ranks import Figures, counted, windows_of
 
 VOCABULARY, LENGTH = 96, 16
 Array = NDArray[np.float32]
@@ -144,7 +152,7 @@ def train(
 def reference_run(ranks: int, case: Case) -> Outcome:
     """The same on one process, in the same order of additions: microbatches of a rank, then ranks, then the mean.
 
-    Ranks are added up in fp32 at least, and rounded once.
+    Ranks are added up in fp32 at least, those of a replica first, and rounded once.
     """
     model = make_model(case)
     adding = torch.promote_types(case.dtype, torch.float32)
@@ -152,7 +160,7 @@ def reference_run(ranks: int, case: Case) -> Outcome:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses, norms = [], []
     for step in range(case.steps):
-        total: list[Tensor] = []
+        sums: list[list[Tensor]] = []  # of each replica
         loss = 0.0
         for rank in range(ranks):
             forward, leaves = _in_bf16(model) if case.bf16 else (model, trained)
@@ -162,7 +170,11 @@ def reference_run(ranks: int, case: Case) -> Outcome:
                 each.backward()  # type: ignore[no-untyped-call]
                 loss += float(each.detach()) / ranks
             gradients = [_taken(leaf).to(adding) for leaf in leaves]
-            total = gradients if rank == 0 else [a + b for a, b in zip(total, gradients, strict=True)]
+            if rank % (ranks // case.replicas) == 0:
+                sums.append(gradients)
+            else:
+                sums[-1] = [a + b for a, b in zip(sums[-1], gradients, strict=True)]
+        total = [sum(each[1:], each[0]) for each in zip(*sums, strict=True)]
         for parameter, gradient in zip(trained, total, strict=True):
             parameter.grad = (gradient / ranks).to(parameter.dtype)
         if case.clip:
@@ -286,8 +298,8 @@ def counted_calls() -> Iterator[list[str]]:
 
 
 def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
-    """Operations and bytes of one step, part by part."""
-    mesh = mesh_of(ranks)
+    """Operations and bytes of one step, part by part, and operations of the second optimizer step."""
+    mesh = mesh_of(ranks, case.replicas)
     if rank >= ranks:
         return None
     model = make_model(case)
@@ -305,13 +317,52 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     optimizer.zero_grad()
     resident = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
     moments = [v for o in holdings(model) for v in optimizer.state_of(o.parameter).values() if v.dim()]
+    after, full = replace(sharded.traffic), [unit.is_full for unit in sharded.units]
+    loss_of(model, 1, slice(rank, rank + 1), ranks).backward()  # type: ignore[no-untyped-call]
+    with counted_calls() as second:
+        optimizer.step()
     return {
-        "passes": passes, "clipping": clipping, "step": step,
-        "compared": compared, "traffic": before, "after": replace(sharded.traffic),
+        "passes": passes, "clipping": clipping, "step": step + second,
+        "compared": compared, "traffic": before, "after": after,
         "resident": sum(storage.nbytes() for storage in resident.values()),
-        "moments": sum(value.nbytes for value in moments), "full": [unit.is_full for unit in sharded.units],
+        "moments": sum(value.nbytes for value in moments), "full": full,
         "plan": sharded.plan,
     }  # fmt: skip
+
+
+def order_of_a_step(rank: int, ranks: int, layers: int) -> list[str] | None:
+    """When units begin to be gathered, and when their blocks compute."""
+    mesh = mesh_of(ranks)
+    if rank >= ranks:
+        return None
+    model = make_model(Case(layers=layers))
+    sharded = matrix_fully_shard(model, mesh)
+    seen: list[str] = []
+    for index, unit in enumerate(sharded.units):
+        unit.start_open = _told(unit, seen, index)  # type: ignore[method-assign]
+        if index:
+            unit.module.get_submodule("mlp").register_forward_hook(_computes(seen, index))
+    loss_of(model, 0, slice(rank, rank + 1), ranks).backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+def _told(unit: Unit, seen: list[str], index: int) -> Callable[[], None]:
+    begin = unit.start_open
+
+    def start_open() -> None:
+        if not unit.is_full:
+            seen.append(f"gather {index}")
+        begin()
+
+    return start_open
+
+
+def _computes(seen: list[str], index: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        seen.append(f"forward {index}")
+        output.register_hook(lambda gradient: seen.append(f"backward {index}"))  # type: ignore[no-untyped-call]
+
+    return hook
 
 
 def refused(rank: int, ranks: int, odd: tuple[int, ...], how: str, replicas: int = 1) -> tuple[str, bool] | None:
@@ -428,6 +479,53 @@ def _fail_in_backward(model: nn.Module) -> None:
         loss_of(model, 0, slice(0, 1), 1).backward()  # type: ignore[no-untyped-call]
 
 
+SMALL = Size(layers=6, width=64, mlp=256, heads=4, tokens=8)  # next to no activations
+
+
+def beside_stock(rank: int, ranks: int) -> dict[str, Figures] | None:
+    """What this method and stock FSDP2 hold, with Muon, and allocate in a step."""
+    mesh = mesh_of(ranks)
+    if rank >= ranks:
+        return None
+    windows, found = windows_of(rank, SMALL), {}
+    for name in ("ours", "fsdp2"):
+        method = METHODS[name](SMALL, mesh)
+        counted(method, windows)  # the first makes the moments
+        found[name] = counted(method, windows)
+    return found
+
+
+def peak_beside_estimate(
+    rank: int, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int
+) -> tuple[int, int] | None:
+    """Bytes allocated at once in a step with two moments of all that is trained, and what was counted on."""
+    mesh = mesh_of(ranks, replicas)
+    if rank >= ranks:
+        return None
+    model, twin = make_decoder(SMALL).to(dtype), make_decoder(SMALL).to(dtype)
+    for name, parameter in [*model.named_parameters(), *twin.named_parameters()]:
+        parameter.requires_grad_(not frozen or frozen not in name)
+    sharded = matrix_fully_shard(model, mesh, mp=mp, reshard_after_forward=reshard)
+    units = find_units(twin)
+    counted_on = needed(sharded.plan, units, [dtypes_of(unit, mp) for unit in units], sharded.rank, reshard)
+    optimizer, windows = make_optimizer(model, Case(matrix="adamw")), windows_of(rank, SMALL)
+    for step in range(2):
+        with peak_of(sharded.device) as peak:
+            model(windows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            before = _resident(model, optimizer)
+    return before + peak.bytes, counted_on
+
+
+def _resident(model: nn.Module, optimizer: OwnerOptimizer) -> int:
+    """Bytes of parameters and moments; a view of one flat tensor has those of all, once."""
+    moments = [v for owned in holdings(model) for v in optimizer.state_of(owned.parameter).values()]
+    kept = [*model.parameters(), *(value for value in moments if value.dim())]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """A group of which one rank, counted in the group, dies or falls silent in the second step."""
@@ -443,9 +541,7 @@ LOSSES = {
     "backward": Loss(within="backward", dies=2),
     "clipping": Loss(within="clipping", dies=0),
     "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"})),
-    "broadcast, p2p for gradients": Loss(within="backward", case=Case(sharding={"fan_out": "broadcast"})),
     "replicas": Loss(ranks=4, dies=3, within="backward", case=Case(replicas=2)),
-    "replicas, clipping": Loss(ranks=4, dies=0, within="clipping", case=Case(replicas=2)),
     "silence": Loss(within="silence"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_
 from peerloom.optim.matrix_fsdp.planner import numel
@@ -16,6 +17,7 @@ from tests.unit.optim.matrix_cases import (
     Array,
     Case,
     Outcome,
+    beside_stock,
     counted_step,
     ddp_run,
     full_batch_run,
@@ -23,6 +25,8 @@ from tests.unit.optim.matrix_cases import (
     interrupted,
     make_model,
     meets_a_loss,
+    order_of_a_step,
+    peak_beside_estimate,
     pieces_of,
     reference_run,
     refused,
@@ -48,8 +52,18 @@ CASES = {
     "bf16": (5, Case(steps=3, dtype=torch.bfloat16)),
     "bf16, gradients travel as fp32": (3, Case(steps=3, dtype=torch.bfloat16, reduce=torch.float32, clip=0.5)),
     "broadcast": (4, Case(steps=3, sharding={"fan_out": "broadcast"})),
+    "replicas": (4, Case(steps=3, replicas=2, clip=0.5, accumulate=4)),
+    "replicas, bf16": (4, Case(steps=3, replicas=2, dtype=torch.bfloat16, clip=0.5)),
     "embedding and head owned": (3, Case(steps=3, sharding={"spread_outer": False})),
     "planned by scope and flops": (4, Case(steps=3, sharding={"policy": "scope_greedy", "cost": "newton_schulz"})),
+}
+
+WIDE = {
+    "clipped": Case(clip=0.5),
+    "accumulated": Case(accumulate=4),
+    "tied": Case(tied=True),
+    "soap": Case(matrix="soap", settings=SOAP),
+    "basis-rotated": Case(matrix="basis_rotated", settings=SOAP),
 }
 
 
@@ -90,9 +104,22 @@ def test_twenty_steps_of_muon_are_those_of_one_process(five: Ranks, ranks: int) 
 @pytest.mark.parametrize("name", CASES)
 def test_so_are_those_of_every_setting(five: Ranks, name: str) -> None:
     ranks, case = CASES[name]
-    outcomes = run(five, sharded_run, ranks, case)
+    compare(run(five, sharded_run, ranks, case), ranks, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_so_are_twenty_steps_of_settings_on_all_numbers_of_ranks(five: Ranks, ranks: int, name: str) -> None:
+    compare(run(five, sharded_run, ranks, WIDE[name]), ranks, WIDE[name])
+
+
+def compare(outcomes: list[Outcome], ranks: int, case: Case) -> None:
+    """Every replica with one process, to the last bit."""
     reference = reference_run(ranks, case)
-    assert apart(whole(outcomes), whole([reference])) == 0.0
+    each = ranks // case.replicas
+    for first in range(0, ranks, each):
+        assert apart(whole(outcomes[first : first + each]), whole([reference])) == 0.0
     np.testing.assert_allclose([outcome.norms for outcome in outcomes], [reference.norms] * ranks, rtol=1e-6)
 
 
@@ -163,10 +190,19 @@ def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
     assert (together - stepped[0].detach()).norm() > 0.2 * stepped[0].detach().norm()
 
 
-@pytest.mark.parametrize(("ranks", "reshard"), [(1, True), (2, True), (4, True), (4, False)])
-def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks, ranks: int, reshard: bool) -> None:
-    answers = run(five, counted_step, ranks, Case(sharding={"reshard_after_forward": reshard}))
-    plan = answers[0]["plan"]
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        *((ranks, Case()) for ranks in (1, 2, 3, 4)),
+        (4, Case(sharding={"reshard_after_forward": False})),
+        (3, Case(sharding={"fan_out": "broadcast"})),
+        (3, Case(matrix="soap", settings=SOAP | {"freq": 1})),
+        (3, Case(matrix="basis_rotated", settings=SOAP | {"freq": 1})),
+    ],
+)
+def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks, ranks: int, case: Case) -> None:
+    answers = run(five, counted_step, ranks, case)
+    plan, reshard = answers[0]["plan"], case.sharding.get("reshard_after_forward", True)
     gathers = [1] + [2 if reshard else 1] * (len(plan.units) - 1)  # the rest stays open
     for rank, answer in enumerate(answers):
         traffic = answer["traffic"]
@@ -185,6 +221,22 @@ def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks
         assert sent == pytest.approx(unit.gamma * unit.numel * (ranks - 1) / ranks), plan.units[at].name
 
 
+def test_replicas_add_up_what_each_owns_and_send_nothing_in_the_step(five: Ranks) -> None:
+    answers = run(five, counted_step, 4, Case(replicas=2))
+    plan = answers[0]["plan"]
+    for rank, answer in enumerate(answers):
+        sums = [call for call in answer["passes"] if "allreduce" in call]
+        assert len(sums) == len(plan.units) and answer["step"] == []
+        assert answer["traffic"].replicate_reduced == 4 * plan.load(rank % 2)
+        assert len(answer["passes"]) == len(sums) + answer["traffic"].messages - answer["compared"]
+
+
+def test_the_next_unit_is_gathered_while_one_computes(five: Ranks) -> None:
+    forward = ["gather 0", "gather 1", "gather 2", "forward 1", "gather 3", "forward 2", "forward 3"]
+    backward = ["gather 3", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
+    assert run(five, order_of_a_step, 2, 3) == [forward + backward] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_ranks_hold_one_model_and_one_state_between_them(five: Ranks, ranks: int) -> None:
     answers = run(five, counted_step, ranks, Case())
@@ -196,6 +248,35 @@ def test_the_ranks_hold_one_model_and_one_state_between_them(five: Ranks, ranks:
     assert sum(answer["moments"] for answer in answers) == whole_model - outer + 2 * outer
     assert all(answer["resident"] == 4 * plan.load(rank) for rank, answer in enumerate(answers))
     assert ranks == 1 or not any(any(answer["full"]) for answer in answers)
+
+
+def test_stock_fsdp2_holds_and_allocates_hardly_less(five: Ranks) -> None:
+    """Held are parameters and moments; the peak of a step adds gradients, buffers and activations."""
+    answers = run(five, beside_stock, 4)
+    for what, most in (("held_bytes", 1.2), ("peak_bytes", 1.25)):
+        ours, stock = (max(getattr(answer[name], what) for answer in answers) for name in ("ours", "fsdp2"))
+        assert 0 < ours <= most * stock, what
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mp", "dtype", "frozen", "reshard", "replicas"),
+    [
+        (4, MixedPrecisionPolicy(), FP32, "", True, 1),
+        (3, MixedPrecisionPolicy(), FP32, "", False, 1),
+        (4, MixedPrecisionPolicy(), BF16, "", True, 1),
+        (3, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, "", True, 1),
+        (4, MixedPrecisionPolicy(), FP32, "gate", True, 2),
+        (1, MixedPrecisionPolicy(), FP32, "", True, 1),
+    ],
+)
+def test_the_memory_that_is_counted_on_is_what_a_step_takes(
+    five: Ranks, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int
+) -> None:
+    for taken, counted_on in run(five, peak_beside_estimate, ranks, mp, dtype, frozen, reshard, replicas):
+        assert 0.8 * counted_on <= taken <= counted_on
 
 
 def test_evaluations_and_failed_passes_leave_no_trace(five: Ranks) -> None:
