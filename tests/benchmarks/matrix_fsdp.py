@@ -26,7 +26,7 @@ from tests.benchmarks import matrix_fsdp_ranks, matrix_fsdp_simulation
 from tests.benchmarks.ends import Ends
 from tests.benchmarks.matrix_fsdp_methods import METHODS, TITLES
 from tests.benchmarks.matrix_fsdp_model import Size
-from tests.benchmarks.matrix_fsdp_ranks import Figures
+from tests.benchmarks.matrix_fsdp_ranks import COUNTED, Figures
 from tests.benchmarks.rows import Row, main, median
 
 QUICK = Size(layers=16, width=64, mlp=256, heads=4, tokens=64)
@@ -89,13 +89,13 @@ def rows(
         _speed(f"step_w{ranks}_kept_{name}", whole, name, f"whole step, reshard_after_forward=False; {setting}", "kept")
         for name in ("ddp", "zero1")
     ]
-    held = {name: max(rank[name].held_bytes for rank in counts) for name in METHODS}
+    held = {name: max(rank[name].held_bytes for rank in counts) for name in COUNTED}
     kept_between = f"parameters and moments between steps, fullest rank; {setting}"
     found.append(_size(f"memory_w{ranks}", held, "fsdp2", "MiB", kept_between))
-    peaks = {name: max(rank[name].peak_bytes for rank in counts) for name in METHODS}
+    peaks = {name: max(rank[name].peak_bytes for rank in counts) for name in COUNTED}
     at_once = f"allocated at once in a step, fullest rank; {setting}"
     found.append(_size(f"peak_w{ranks}", peaks, "fsdp2", "MiB", at_once))
-    received = {name: max(rank[name].step_bytes for rank in counts) for name in METHODS}
+    received = {name: max(rank[name].step_bytes for rank in counts) for name in COUNTED}
     found.append(_size(f"opt_step_bytes_w{ranks}", received, "fsdp2", "MiB", f"received a rank; {setting}"))
     return found
 

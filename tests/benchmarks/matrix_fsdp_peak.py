@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ def peak_of(device: torch.device) -> Iterator[Peak]:
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13 writes to stderr when a profile begins and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield peak
     events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
