@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from peerloom.optim.matrix_fsdp.layout import lay_out
 from peerloom.optim.matrix_fsdp.modules import UnitModules
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, UnitPlan
+from peerloom.optim.matrix_fsdp.runtime import REDUCTIONS_KEPT
 from peerloom.optim.matrix_fsdp.unit import Dtypes
 
 
 def needed(
     plan: OwnerPlan, units: Sequence[UnitModules], dtypes: Sequence[Dtypes], rank: int, reshard_after_forward: bool
 ) -> int:
-    """Of a backward pass, where it is most: what rests, the rest of the model open, two blocks open and two reducing.
+    """Of a backward pass, where it is most: what rests, the rest of the model open, and the block that takes most.
 
-    At rest are values and, where they are trained, gradients and two moments. Left out are activations, which the
-    model and its batch decide, and the gradients that `no_sync` keeps.
+    While a block computes it is open, and the one before it, too, or without `reshard_after_forward` all before it; its
+    gradients are there, and those of the blocks after it that are not at their owners yet. At rest are values and,
+    where they are trained, gradients and two moments. Left out are activations, which the model and its batch decide,
+    and the gradients that `no_sync` keeps.
     """
     at_rest, full, reducing, largest = 0, [], [], 0
     for unit, modules, dtype in zip(plan.units, units, dtypes, strict=True):
@@ -27,8 +30,12 @@ def needed(
         reducing.append(_reducing(unit, trained, dtype, rank))
         gradients = [found.parameter.numel() for found in modules.found if found.name in trained]
         largest = max(largest, dtype.forward.itemsize * max(gradients, default=0))  # as autograd hands it over
-    blocks = sorted(full[1:])[-2:] if reshard_after_forward else full[1:]
-    return at_rest + full[0] + sum(blocks) + reducing[0] + sum(sorted(reducing[1:])[-2:]) + largest
+    at_once = 2 if reshard_after_forward else REDUCTIONS_KEPT + 1
+    blocks = []
+    for block in range(1, len(full)):
+        first = max(1, block - 1) if reshard_after_forward else 1
+        blocks.append(sum(full[first : block + 1]) + sum(reducing[block : block + at_once]))
+    return at_rest + full[0] + reducing[0] + max(blocks, default=0) + largest
 
 
 def _reducing(unit: UnitPlan, trained: set[str], dtype: Dtypes, rank: int) -> int:

@@ -21,6 +21,7 @@ from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
 from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
 from peerloom.optim.matrix_fsdp.unit import Unit
 
+REDUCTIONS_KEPT = 3  # under way at a time where units stay open, whose memory a replica's would not be short of
 _ATTRIBUTE = "_matrix_fsdp"
 _NO_BACKWARD = -1  # the id of the graph task outside of any backward pass
 
@@ -53,7 +54,7 @@ class ShardedModel:
         self._reshard, self._mp = reshard_after_forward, mp
         self._in_backward = False
         self._sync = True
-        self._reducing: Unit | None = None
+        self._reducing: list[Unit] = []  # in the order in which they began
         self._awaited: dict[int, set[str]] = {}  # of each unit: gradients of this backward pass still to come
         for index, unit in enumerate(units):
             unit.module.register_forward_pre_hook(self._before_forward(index), prepend=True, with_kwargs=True)
@@ -128,16 +129,20 @@ class ShardedModel:
             for tensor in tensors_in(output) if with_graph else ():
                 if tensor.requires_grad:
                     on_gradient(tensor, lambda gradient: self._before_backward(index))
-            # the rest of the model, with its head, is needed again at once, as in FSDP2
-            if not with_graph or (self._reshard and index > 0):
+            # the head and the last block are the first that the backward pass needs
+            if not with_graph or (self._reshard and 0 < index < len(self.units) - 1):
                 unit.close()
             return output
 
         return hook
 
     def _open(self, index: int, towards: int) -> None:
-        """Opens a unit and starts to gather the one that comes after it."""
+        """Opens a unit and starts to gather the one that comes after it, or all where all are to stay open."""
         self.units[index].open()
+        if index == 0 and towards > 0 and not self._reshard and torch.is_grad_enabled():
+            for unit in self.units:
+                unit.start_open()
+            return
         following = index + towards
         if towards < 0 and index == 0:
             following = len(self.units) - 1
@@ -150,7 +155,7 @@ class ShardedModel:
             unit.close()
             if self._in_backward:
                 unit.drop_gradients()
-        self._in_backward, self._reducing = False, None
+        self._in_backward, self._reducing = False, []
 
     # ---- backward
 
@@ -191,13 +196,13 @@ class ShardedModel:
             on_gradient(tensor, hook)
 
     def _reduce(self, unit: Unit) -> None:
-        """One reduction is under way at a time, so that at most two units' gradients are in memory."""
+        """One reduction is under way at a time, so that at most two units' gradients are in memory; kept open, more."""
         if unit.has_reduced:
             return
-        before, self._reducing = self._reducing, unit
         unit.start_reduce()
-        if before is not None:
-            before.finish_reduce()
+        self._reducing.append(unit)
+        if len(self._reducing) > (1 if self._reshard else REDUCTIONS_KEPT):
+            self._reducing.pop(0).finish_reduce()
 
     def _after_backward(self) -> None:
         self._in_backward = False
@@ -205,9 +210,8 @@ class ShardedModel:
             for unit in reversed(self.units):
                 if self._awaited_by(unit):
                     self._reduce(unit)
-            if self._reducing is not None:
-                self._reducing.finish_reduce()
-                self._reducing = None
+            while self._reducing:
+                self._reducing.pop(0).finish_reduce()
         for unit in self.units:
             unit.close()
 

@@ -42,8 +42,9 @@ def matrix_fully_shard(
 
     A mesh of two dimensions is (replicas, shard): gradients are also averaged over the replicas. Units are one a block
     (`blocks`, by default the model's decoder layers) and one for the rest, which stays open from its forward to its
-    backward pass. Each rank's own values of what it owns are kept, so all ranks start from one model if they built
-    equal ones. Embeddings and head lie in even shares of rows on all ranks, or with `spread_outer=False` on owners.
+    backward pass, as the last block does. Without `reshard_after_forward` all do: less is sent, a replica is in memory.
+    Each rank's own values of what it owns are kept, so all ranks start from one model if they built equal ones.
+    Embeddings and head lie in even shares of rows on all ranks, or with `spread_outer=False` on owners.
     With `mp.param_dtype` owners keep the model's dtype and send the other; gradients travel in `mp.reduce_dtype`.
     `fan_out` is how a unit is gathered, by default as its backend is faster: all sends and receives of a unit begun at
     once, on NCCL as the paper does it; on gloo a broadcast an owner is no faster (the 17 M parameters of 16 blocks of

@@ -330,13 +330,13 @@ def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def order_of_a_step(rank: int, ranks: int, layers: int) -> list[str] | None:
+def order_of_a_step(rank: int, ranks: int, layers: int, reshard: bool) -> list[str] | None:
     """When units begin to be gathered, and when their blocks compute."""
     mesh = mesh_of(ranks)
     if rank >= ranks:
         return None
     model = make_model(Case(layers=layers))
-    sharded = matrix_fully_shard(model, mesh)
+    sharded = matrix_fully_shard(model, mesh, reshard_after_forward=reshard)
     seen: list[str] = []
     for index, unit in enumerate(sharded.units):
         unit.start_open = _told(unit, seen, index)  # type: ignore[method-assign]

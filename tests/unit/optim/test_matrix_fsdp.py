@@ -203,7 +203,7 @@ def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
 def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks, ranks: int, case: Case) -> None:
     answers = run(five, counted_step, ranks, case)
     plan, reshard = answers[0]["plan"], case.sharding.get("reshard_after_forward", True)
-    gathers = [1] + [2 if reshard else 1] * (len(plan.units) - 1)  # the rest stays open
+    gathers = [1] + [2 if reshard else 1] * (len(plan.units) - 2) + [1]  # the rest and the last block stay open
     for rank, answer in enumerate(answers):
         traffic = answer["traffic"]
         assert answer["step"] == []
@@ -232,9 +232,12 @@ def test_replicas_add_up_what_each_owns_and_send_nothing_in_the_step(five: Ranks
 
 
 def test_the_next_unit_is_gathered_while_one_computes(five: Ranks) -> None:
-    forward = ["gather 0", "gather 1", "gather 2", "forward 1", "gather 3", "forward 2", "forward 3"]
-    backward = ["gather 3", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
-    assert run(five, order_of_a_step, 2, 3) == [forward + backward] * 2
+    forward = ["gather 0", "gather 1", "gather 2", "forward 1", "gather 3", "forward 2", "gather 4", "forward 3"]
+    backward = ["gather 3", "backward 4", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
+    assert run(five, order_of_a_step, 2, 4, True) == [[*forward, "forward 4", *backward]] * 2
+    gathers = [f"gather {unit}" for unit in range(5)]
+    passes = [f"forward {block}" for block in (1, 2, 3, 4)] + [f"backward {block}" for block in (4, 3, 2, 1)]
+    assert run(five, order_of_a_step, 2, 4, False) == [gathers + passes] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
