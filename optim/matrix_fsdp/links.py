@@ -98,32 +98,32 @@ class Links:
         """Sends each extent of `full` from its owner to all others."""
         if self._broadcasts:
             return self.begun(what, lambda: [self._broadcast(extent, full) for extent in extents])
-        ops: list[tuple[int, dist.P2POp]] = []
+        ops: list[_Op] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             for at, extent in enumerate(extents):
                 part = full[extent.full_start : extent.full_start + extent.numel]
                 if extent.owner == self.rank:
-                    ops.append((to, self._op(dist.isend, part, to, tag + at)))
+                    ops.append(_Op("send", part, to, tag + at))
                     self.traffic.gather_sent += part.nbytes
                 elif extent.owner == source:
-                    ops.append((source, self._op(dist.irecv, part, source, tag + at)))
+                    ops.append(_Op("recv", part, source, tag + at))
                     self.traffic.gather_received += part.nbytes
         return self._start(ops, what)
 
     def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Sequence[Tensor], tag: int, what: str) -> Pending:
         """Sends each extent of `full` to its owner; `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ..."""
-        ops: list[tuple[int, dist.P2POp]] = []
+        ops: list[_Op] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             for at, extent in enumerate(layout.extents):
                 if extent.owner == to:
                     part = full[extent.full_start : extent.full_start + extent.numel]
-                    ops.append((to, self._op(dist.isend, part, to, tag + at)))
+                    ops.append(_Op("send", part, to, tag + at))
                     self.traffic.reduce_sent += part.nbytes
                 elif extent.owner == self.rank:
                     place = inbox[distance - 1][extent.owned_start : extent.owned_start + extent.numel]
-                    ops.append((source, self._op(dist.irecv, place, source, tag + at)))
+                    ops.append(_Op("recv", place, source, tag + at))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)
 
@@ -137,21 +137,21 @@ class Links:
         everyone = [torch.empty_like(record) for _ in range(self.world_size)]
         everyone[self.rank].copy_(record)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        ops = [(rank, self._op(dist.isend, record, rank, _EXCHANGE_TAG)) for rank in others]
-        ops += [(rank, self._op(dist.irecv, everyone[rank], rank, _EXCHANGE_TAG)) for rank in others]
+        ops = [_Op("send", record, rank, _EXCHANGE_TAG) for rank in others]
+        ops += [_Op("recv", everyone[rank], rank, _EXCHANGE_TAG) for rank in others]
         self._start(ops, what).wait()
         return everyone
 
     def bring_rows(self, mine: Tensor, counts: Sequence[int], to: int, what: str) -> Tensor:
         """The rows of all ranks, `counts[rank]` from each, on rank `to`; elsewhere `mine`. Ranks with none stay out."""
         if self.rank != to:
-            self._start([(to, self._op(dist.isend, mine.contiguous(), to, _EXCHANGE_TAG))], what).wait()
+            self._start([_Op("send", mine.contiguous(), to, _EXCHANGE_TAG)], what).wait()
             return mine
         whole = mine.new_empty((sum(counts), *mine.shape[1:]))
         parts = list(torch.split(whole, list(counts)))
         parts[to].copy_(mine)
         others = [rank for rank, count in enumerate(counts) if count and rank != to]
-        ops = [(rank, self._op(dist.irecv, parts[rank], rank, _EXCHANGE_TAG)) for rank in others]
+        ops = [_Op("recv", parts[rank], rank, _EXCHANGE_TAG) for rank in others]
         self._start(ops, what).wait()
         return whole
 
@@ -178,20 +178,43 @@ class Links:
         self.traffic.messages += 1
         return dist.broadcast(part, group=self.group, async_op=True, group_src=extent.owner)
 
-    def _op(self, kind: Any, part: Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, part, group=self.group, tag=tag if self.on_gloo else 0, group_peer=peer)
-
-    def _start(self, ops: list[tuple[int, dist.P2POp]], what: str) -> Pending:
+    def _start(self, ops: list[_Op], what: str) -> Pending:
         if not ops:
             return Pending(self, what, [])
         self.traffic.messages += len(ops)
+        ops.sort(key=_receives_first)  # what is awaited is sent without asking
         try:
-            works = dist.batch_isend_irecv([op for _, op in ops])
+            works = [op.begin(self.group) for op in ops] if self.on_gloo else _begin_as_one(ops, self.group)
         except RuntimeError as error:
-            raise self.loss(sorted({peer for peer, _ in ops}), what, error) from error
+            raise self.loss(sorted({op.peer for op in ops}), what, error) from error
         if len(works) == len(ops):
-            return Pending(self, what, [(peer, work) for (peer, _), work in zip(ops, works, strict=True)])
+            return Pending(self, what, [(op.peer, work) for op, work in zip(ops, works, strict=True)])
         return Pending(self, what, [(None, work) for work in works])  # NCCL: one for the whole batch
+
+
+@dataclass(slots=True)
+class _Op:
+    """One transfer that has not begun."""
+
+    kind: Literal["send", "recv"]
+    part: Tensor
+    peer: int
+    tag: int
+
+    def begin(self, group: dist.ProcessGroup) -> Any:
+        """Past torch.distributed's functions, whose checks take longer than a small transfer."""
+        return (group.send if self.kind == "send" else group.recv)([self.part], self.peer, self.tag)
+
+
+def _receives_first(op: _Op) -> bool:
+    return op.kind == "send"
+
+
+def _begin_as_one(ops: Sequence[_Op], group: dist.ProcessGroup) -> list[Any]:
+    kinds = {"send": dist.isend, "recv": dist.irecv}
+    return dist.batch_isend_irecv(
+        [dist.P2POp(kinds[op.kind], op.part, group=group, group_peer=op.peer) for op in ops]
+    )  # fmt: skip
 
 
 class ReplicaLinks:

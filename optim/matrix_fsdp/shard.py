@@ -21,6 +21,7 @@ from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
+from peerloom.optim.matrix_fsdp.spares import Spares
 from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
 
 
@@ -70,13 +71,14 @@ def matrix_fully_shard(
     assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
     outer = frozenset(outer_matrices(model))
     replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if len(groups) > 1 else None
+    spares = Spares()
     made = [
-        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas)
+        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas, spares)
         for index, unit in enumerate(units)
     ]
     _move_buffers(model, device)
     return ShardedModel(
-        model, plan, made, groups, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+        model, plan, made, groups, spares, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
     )
 
 

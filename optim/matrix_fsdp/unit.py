@@ -13,6 +13,7 @@ from peerloom.optim.matrix_fsdp.layout import lay_out
 from peerloom.optim.matrix_fsdp.links import Links, Pending, ReplicaLinks, flat
 from peerloom.optim.matrix_fsdp.modules import UnitModules
 from peerloom.optim.matrix_fsdp.planner import Piece, Shape, UnitPlan, numel
+from peerloom.optim.matrix_fsdp.spares import Spares
 
 _TAGS_A_UNIT = 1 << 12  # more than a unit has extents
 _FIRST_TAG = 16
@@ -49,9 +50,9 @@ class Unit:
 
     def __init__(
         self, index: int, modules: UnitModules, plan: UnitPlan, dtypes: Dtypes, device: torch.device, links: Links,
-        replicas: ReplicaLinks | None,
+        replicas: ReplicaLinks | None, spares: Spares,
     ) -> None:  # fmt: skip
-        self.name, self.module, self.plan = plan.name, modules.module, plan
+        self.name, self.module, self.plan, self._spares = plan.name, modules.module, plan, spares
         self._links, self._replicas, self._dtypes, self.device = links, replicas, dtypes, device
         self._places = {found.name: found.places for found in modules.found}
         self.trainable = {found.name for found in modules.found if found.parameter.requires_grad}
@@ -65,6 +66,7 @@ class Unit:
         self._gathering: Pending | None = None
         self._filled = False
         self._gradients: Tensor | None = None
+        self._views: dict[str, Tensor] = {}  # of them, a whole parameter's each
         self._inbox: list[Tensor] = []
         self._reducing: Pending | None = None
         self._written: set[str] = set()
@@ -126,7 +128,7 @@ class Unit:
             return
         full = self._full_gradients()
         for name in self.trainable - self._written:
-            self._grad_view(full, name).zero_()
+            self._views[name].zero_()
         mine = self.grad_layout.owned_numel[self._links.rank]
         self._inbox = [full.new_empty(mine) for _ in range(self._links.world_size - 1)]
         self._reducing = self._links.fan_in(
@@ -211,7 +213,8 @@ class Unit:
         def take(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # ours: autograd has just accumulated it
-            place = self._grad_view(self._full_gradients(), name)
+            self._full_gradients()
+            place = self._views[name]
             if name in self._written:
                 place.add_(gradient)
             else:
@@ -224,12 +227,12 @@ class Unit:
 
     def _full_gradients(self) -> Tensor:
         if self._gradients is None:
-            self._gradients = flat(self.grad_layout.numel, self._dtypes.reduce, self.device)
+            layout = self.grad_layout
+            self._gradients = self._spares.take(layout.numel, self._dtypes.reduce, self.device)
+            sizes = [self.whole[name].numel() for name in layout.starts]  # in the order of the buffer
+            parts = zip(layout.starts, torch.split(self._gradients, sizes), strict=True)
+            self._views = {name: part.view(self.whole[name].shape) for name, part in parts}
         return self._gradients
-
-    def _grad_view(self, full: Tensor, name: str) -> Tensor:
-        start, whole = self.grad_layout.starts[name], self.whole[name]
-        return full[start : start + whole.numel()].view(whole.shape)
 
     def _sum_in_rank_order(self) -> Tensor:
         """The sum, in `Dtypes.sum`; in one order whatever rank adds, so that it is the same bit for bit."""
@@ -251,8 +254,10 @@ class Unit:
         return total
 
     def _forget_gradients(self) -> None:
+        if self._gradients is not None and self._links.world_size > 1:  # alone, it has become the sum
+            self._spares.give(self._gradients)
         self._gradients = self._reducing = None
-        self._inbox = []
+        self._inbox, self._views = [], {}
         self._written = set()
 
 
