@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -11,13 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from peerloom.node.durable import storage_errors
+from peerloom.node.checkpoint_manifest import CONFIG, INDEX, File, fingerprint
+from peerloom.node.checkpoint_parts import listed, write_config, write_index
+from peerloom.node.durable import fsync_file, storage_errors
 from peerloom.node.seams import WorkerSetup
-from peerloom.node.worker.inner import state_shape
-from peerloom.node.worker.memory import BlockLayout, SharedBlock
-from peerloom.node.worker.shard import JOIN_S, LOST_S, Held, Place, Shard, cut_for, join, rows_of
+from peerloom.node.worker.memory import BlockLayout, Region, SharedBlock
+from peerloom.node.worker.shard import JOIN_S, Place, Shard, Unwritten, join, rows_of
 from peerloom.optim.matrix_fsdp import RankLost
-from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.errors import ConfigError, StorageError
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -35,9 +37,8 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a rank holds; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
+    """The shard is there; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
 
-    held: tuple[Held, ...] = ()
     refused: str = ""
 
 
@@ -71,19 +72,21 @@ class Group:
         for rank, pipe in enumerate(self._pipes, 1):
             self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout))
         place = self._place(0)
-        self._threads = torch.get_num_threads()
+        self._threads, self._model = torch.get_num_threads(), model
         mesh = join(place)
         self._threads_in_step = torch.get_num_threads()
         refused = ""
         try:
-            self._shard = Shard(model, self._setup.spec.train, mesh, place.device, block)
+            self._shard = Shard(
+                model, self._setup.spec.train, mesh, place.device, block, lost_s=self._setup.lost_s
+            )
         except ConfigError as error:
             refused = str(error)  # the others have the same, and say so
         others: list[Joined] = [self._hear(rank, pipe, JOIN_S) for rank, pipe in enumerate(self._pipes, 1)]
         for told in (refused, *(joined.refused for joined in others)):
             if told:
                 raise ConfigError(told)
-        self._held = [self._shard.held(), *(joined.held for joined in others)]
+        self.plan = self._shard.plan()
         if place.device.type == "cpu":  # gloo has met for good; NCCL makes connections as they are needed
             self._store.unlink(missing_ok=True)
 
@@ -119,25 +122,29 @@ class Group:
         """Forgets the moments."""
         self._all("reset")
 
-    def state(self) -> dict[str, Tensor]:
-        """The optimizers' tensors, whole, as InnerLoop has them on one device; empty before the first step."""
-        found: dict[str, Tensor] = {}
-        for part in self._all("moments"):
-            found |= {key: torch.from_numpy(value) for key, value in part.items()}
-        return found
+    def write(self, folder: Path, regions: Mapping[str, Region]) -> dict[str, File]:
+        """Has every rank write its part of a checkpoint to an empty folder; size and digest of each file.
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes up what `state` of any number of devices gave; ValueError for a tensor that does not fit."""
-        shapes = {each.name: each.whole_shape for held in self._held for each in held}
-        for key, value in state.items():
-            what, name = key.split("/", 1)
-            fits = state_shape(what, torch.Size(shapes[name])) if name in shapes else value.shape
-            if value.dim() and value.shape != fits:
-                raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
-        self._each("load", [(cut_for(held, state),) for held in self._held])
+        `regions` are those of the block by the kind that they are written as. Raises StorageError.
+        """
+        answers = self._all("write", folder, regions)
+        for answer in answers:
+            if isinstance(answer, Unwritten):
+                raise StorageError(answer.reason) from (OSError(errno.ENOSPC, answer.reason) if answer.full else None)
+        written = {name: found for answer in answers for name, found in answer.items()}
+        write_index(folder, written)
+        write_config(folder, self._model.config)
+        beside = [name for name in (INDEX, CONFIG) if (folder / name).exists()]
+        for name in beside:
+            fsync_file(folder / name)
+        return listed(written) | {name: fingerprint(folder / name) for name in beside}
 
-    def _all(self, method: str) -> list[Any]:
-        return self._each(method, [()] * self.world_size)
+    def load(self, folder: Path) -> None:
+        """Has every rank take its moments up from a checkpoint of any number of devices."""
+        self._all("load", folder)
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._each(method, [arguments] * self.world_size)
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls a method on all ranks at once; the answers in their order."""
@@ -152,8 +159,9 @@ class Group:
         except OSError as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
 
-    def _hear(self, rank: int, pipe: Pipe, within_s: float = LOST_S) -> Any:
+    def _hear(self, rank: int, pipe: Pipe, within_s: float = 0.0) -> Any:
         """A rank's answer to what this rank has done too."""
+        within_s = within_s or self._setup.lost_s
         try:
             if not pipe.poll(within_s):
                 raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")

@@ -28,14 +28,6 @@ class Inner(Protocol):
         """Forgets the moments."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by "what/parameter", on the CPU."""
-        ...
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave; raises ValueError."""
-        ...
-
 
 class InnerLoop:
     """Trains `model` in place; token windows are (batch, length + 1) int64 on any device.

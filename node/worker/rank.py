@@ -33,8 +33,11 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             spec, block = message.setup.spec, SharedBlock(memory_fd, message.layout)
             try:
                 model = model_over(spec, block.view("params"))  # before they meet: then each waits for the slowest
-                shard = Shard(model, spec.train, join(message.place), message.place.device, block)
-                answer = Joined(shard.held())
+                mesh = join(message.place)
+                shard = Shard(
+                    model, spec.train, mesh, message.place.device, block, lost_s=message.setup.lost_s
+                )
+                answer = Joined()
             except PeerloomError as error:
                 answer = Joined(refused=str(error))
         elif shard is None:

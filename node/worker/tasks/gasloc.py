@@ -97,7 +97,8 @@ class GaslocTask:
         self._flat = FlatParameters(self._model.named_parameters(), host if on_cpu else None)
         flat = self._flat.flat
         live = (self._host_theta, previous) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
-        self._inner: Inner = InnerLoop(self._model, self._spec.train)
+        self._inner: Inner
+        self._inner = self._loop = InnerLoop(self._model, self._spec.train)
         self._open_method(flat, live, self._flat.layout())
 
     def _open_block(self, numel: int, memory_fd: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +166,7 @@ class GaslocTask:
     def _resume(self) -> tuple[bool, list[str]]:
         """Takes up the newest intact checkpoint, if any; returns whether it did, and what was wrong on the disk."""
         checkpoint.clear_leftovers(self._folder)
-        found, notes = checkpoint.newest_intact(self._folder)
+        found, notes = self._newest()
         self._cursor = BatchCursor(self._setup.run_dir / "batch.cursor", found.meta.batch_cursor if found else None)
         if self._cursor.note:
             notes.append(self._cursor.note)
@@ -178,7 +179,7 @@ class GaslocTask:
         self._method.load_state_dict(state if found.params is None else {**state, "params": found.params})
         self._spread()
         self._exchanges.remember(meta.distances)
-        self._inner.load_state(found.optimizer)
+        self._load_moments(found)
         self._position = _Position(
             meta.round, meta.step, meta.tokens, meta.adam_steps, meta.adopted_at, meta.held_out_loss
         )
@@ -373,7 +374,7 @@ class GaslocTask:
         """Writes a checkpoint of the state between two rounds; raises StorageError, RuntimeError amid a round."""
         if self._exchanges.open or self._exchanges.fragment:
             raise RuntimeError("a checkpoint holds a finished round: call finish() before save()")
-        at, state = self._position, self._method.state_dict()
+        at = self._position
         meta = checkpoint.Meta(
             round=at.round,
             step=at.step,
@@ -387,13 +388,23 @@ class GaslocTask:
             distances=self._exchanges.distances(),
             versions=library_versions(),
         )
+        return self._write(meta)
+
+    def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+        return checkpoint.newest_intact(self._folder)
+
+    def _load_moments(self, found: checkpoint.Checkpoint) -> None:
+        self._loop.load_state(found.optimizer)
+
+    def _write(self, meta: checkpoint.Meta) -> Path:
+        state = self._method.state_dict()
         return checkpoint.save(
             self._folder,
             checkpoint.Checkpoint(
                 meta=meta,
                 theta=state["theta"].cpu(),
                 previous=state["previous"].cpu(),
-                optimizer=self._inner.state(),
+                optimizer=self._loop.state(),
                 params=state["params"].cpu() if "params" in state else None,
             ),
             keep=self._setup.keep_checkpoints,
