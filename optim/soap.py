@@ -23,6 +23,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from peerloom.optim.eigenbasis import Rotation, first_from_covariance, next_from_covariance
 
+MAX_SIDE = 8192
+
 
 class SOAP(Optimizer):
     """SOAP for matrices, with decoupled weight decay; a side longer than `max_side` keeps the identity.
@@ -41,7 +43,7 @@ class SOAP(Optimizer):
         weight_decay: float = 0.01,
         freq: int = 10,
         *,
-        max_side: int = 8192,
+        max_side: int = MAX_SIDE,
     ) -> None:
         if not lr >= 0 or not eps > 0 or not weight_decay >= 0 or freq < 1:
             given = f"{lr}, {eps}, {weight_decay}, {freq}"

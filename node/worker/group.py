@@ -86,7 +86,7 @@ class Group:
         for told in (refused, *(joined.refused for joined in others)):
             if told:
                 raise ConfigError(told)
-        self.plan = self._shard.plan()
+        self.owners = self._shard.plan()
         if place.device.type == "cpu":  # gloo has met for good; NCCL makes connections as they are needed
             self._store.unlink(missing_ok=True)
 

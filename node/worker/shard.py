@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.node.checkpoint_parts import MOMENTS, Parts, write_part
 from peerloom.node.durable import is_full
-from peerloom.node.worker.inner import state_shape
+from peerloom.node.worker.inner import matrix_rate, soap_settings, state_shape
 from peerloom.node.worker.memory import Region, SharedBlock
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
@@ -229,15 +229,31 @@ class Shard:
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def _update(self, rate: float) -> None:
-        train = self._train
-        matrix = rate * (train.muon_learning_rate / train.learning_rate) if train.optimizer == "muon" else rate
+        matrix = matrix_rate(self._train, rate)
         for optimizer, lr in ((self._optimizer.matrix, matrix), (self._optimizer.adamw, rate)):
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        if train.clip_norm:
-            clip_grad_norm_(self._model, train.clip_norm)
+        if self._train.clip_norm:
+            self._clip(self._train.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, most: float) -> None:
+        """As InnerLoop does: with "basis_rotated" the hidden matrices and the rest each by their own norm."""
+        if self._train.optimizer != "basis_rotated":
+            clip_grad_norm_(self._model, most)
+            return
+        parts = [
+            [each for group in optimizer.param_groups for each in group["params"]]
+            for optimizer in (self._optimizer.matrix, self._optimizer.adamw)
+        ]
+        for others in parts:  # put by, while the rest is clipped
+            put_by = [parameter.grad for parameter in others]
+            for parameter in others:
+                parameter.grad = None
+            clip_grad_norm_(self._model, most)
+            for parameter, gradient in zip(others, put_by, strict=True):
+                parameter.grad = gradient
 
     def _fresh(self) -> OwnerOptimizer:
         train = self._train
@@ -253,6 +269,8 @@ class Shard:
             return build_optimizer(
                 self._model, "muon", lr=train.muon_learning_rate, momentum=train.muon_momentum, **others
             )
+        if train.optimizer == "soap":
+            return build_optimizer(self._model, "soap", **others | soap_settings(train))
         own: dict[str, Any] = {"lr": train.learning_rate, "betas": betas, "eps": train.eps, **others}
         if train.optimizer == "adamw":
             return build_optimizer(self._model, "adamw", fused=True, **own)

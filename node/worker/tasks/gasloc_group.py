@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from torch import nn
 
 from peerloom.node import checkpoint
 from peerloom.node.checkpoint_parts import MODEL
-from peerloom.node.seams import WorkerSetup
+from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.group import Group, Pipe
 from peerloom.node.worker.memory import Region
 from peerloom.node.worker.model import numel_of
@@ -69,6 +70,10 @@ class GaslocGroupTask(GaslocTask):
 
     def _spread(self) -> None:
         self._group.pull()
+
+    def ready(self) -> WorkerReady:
+        """What start() answers."""
+        return replace(super().ready(), owners=self._group.owners)
 
     def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
         return checkpoint.newest_intact(self._folder, moments=False)

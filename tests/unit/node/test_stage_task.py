@@ -186,7 +186,7 @@ def test_a_copy_that_does_not_fit_is_passed_over(source: Path, tmp_path: Path, s
     assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "basis_rotated"])
 @pytest.mark.parametrize("encoding", ["fp32", "bf16", "int8"])
 def test_the_memory_of_a_stage_is_what_it_holds(source: Path, tmp_path: Path, optimizer: str, encoding: Any) -> None:
     spec = replace(stage_spec(source, stages=2, optimizer=optimizer), gasloc=GaslocSpec(encoding=encoding))
