@@ -21,23 +21,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peerloom.node.checkpoint_manifest import INDEX, TENSORS, fingerprint
+from peerloom.node.checkpoint_manifest import CONFIG, INDEX, TENSORS, File, fingerprint
 from peerloom.node.durable import fsync_file, storage_errors
 
 MODEL, MOMENTS = "model", "moments"
 _ONE_FILE = TENSORS[1]  # has "what/parameter"
 
 
-def write_config(folder: Path, config: Any) -> None:
-    """Writes a transformers configuration, if it is one."""
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
-
-
 def write_part(
     folder: Path, rank: int, world_size: int, kinds: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes one rank's tensors, a file a kind that has any; durable. What to list of each file: see `listed`.
+    """Writes one rank's tensors, a file a kind that has any; durable. What to list of each file: see `finish`.
 
     Raises StorageError.
     """
@@ -55,19 +49,27 @@ def write_part(
     return written
 
 
-def write_index(folder: Path, written: Mapping[str, Mapping[str, Any]]) -> None:
-    """The index of what all ranks have written; raises OSError."""
+def finish(folder: Path, written: Mapping[str, Mapping[str, Any]], config: Any = None) -> dict[str, File]:
+    """Adds the index of what all ranks have written, and a transformers configuration; size and digest of each file.
+
+    Raises OSError.
+    """
     models = {name: found for name, found in sorted(written.items()) if name.startswith(f"{MODEL}-")}
     index = {
         "metadata": {"total_size": sum(found["tensor_bytes"] for found in models.values())},
         "weight_map": {key: name for name, found in models.items() for key in found["keys"]},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1))
-
-
-def listed(written: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Size and digest of each file."""
-    return {name: {"bytes": found["bytes"], "blake3": found["blake3"]} for name, found in sorted(written.items())}
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)
+    files: dict[str, File] = {}
+    for name, found in sorted(written.items()):
+        files[name] = {"bytes": found["bytes"], "blake3": found["blake3"]}
+    for name in (INDEX, CONFIG):
+        if (folder / name).exists():
+            fsync_file(folder / name)
+            files[name] = fingerprint(folder / name)
+    return files
 
 
 class Parts:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from peerloom.node import checkpoint_parts as parts
-from peerloom.node.checkpoint_manifest import INDEX, fingerprint
+from peerloom.node.checkpoint_manifest import fingerprint
 from peerloom.node.checkpoint_parts import Parts
 from peerloom.node.durable import fsync_dir, fsync_file, remove, storage_errors
 from peerloom.optim.matrix_fsdp import OwnerOptimizer, ShardingError, sharding_of
@@ -44,14 +44,14 @@ def save(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None, extra
     try:
         with _together(model):
             if _is_first(model):
-                _start(temporary, model)
+                _start(temporary)
         with _together(model):
             if _is_writer(model):
                 _write_share(temporary, *_place(model), share)
         with _together(model):
             if _is_first(model):
                 groups = optimizer.settings() if optimizer is not None else []
-                _finish(temporary, folder, {"extra": dict(extra), "groups": groups})
+                _finish(temporary, folder, {"extra": dict(extra), "groups": groups}, getattr(model, "config", None))
     except StorageError:
         if _is_first(model):
             shutil.rmtree(temporary, ignore_errors=True)  # what it cannot remove, the error that goes on explains
@@ -131,11 +131,10 @@ def _tell(model: nn.Module, problem: str) -> None:
         raise CheckpointError(problem)
 
 
-def _start(temporary: Path, model: nn.Module) -> None:
+def _start(temporary: Path) -> None:
     with storage_errors(f"the checkpoint {temporary}"):
         remove(temporary)
         temporary.mkdir(parents=True)
-        parts.write_config(temporary, getattr(model, "config", None))
 
 
 def _write_share(temporary: Path, rank: int, world_size: int, share: Share) -> None:
@@ -145,18 +144,16 @@ def _write_share(temporary: Path, rank: int, world_size: int, share: Share) -> N
         (temporary / f"part-{rank + 1:05d}.json").write_text(json.dumps(written))
 
 
-def _finish(temporary: Path, folder: Path, state: Mapping[str, object]) -> None:
+def _finish(temporary: Path, folder: Path, state: Mapping[str, object], config: object) -> None:
     """The index and the list of files, then the name."""
     with storage_errors(f"the checkpoint {folder}"):
         written: dict[str, Any] = {}
         for path in sorted(temporary.glob("part-*.json")):
             written |= json.loads(path.read_bytes())
             path.unlink()
-        parts.write_index(temporary, written)
-        content = {"format": FORMAT, **state, "files": parts.listed(written)}
-        (temporary / _STATE).write_text(json.dumps(content, indent=1))
-        for name in (INDEX, _STATE):
-            fsync_file(temporary / name)
+        files = parts.finish(temporary, written, config)
+        (temporary / _STATE).write_text(json.dumps({"format": FORMAT, **state, "files": files}, indent=1))
+        fsync_file(temporary / _STATE)
         fsync_dir(temporary)
         _swap_in(temporary, folder)
 

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from peerloom.node.checkpoint_manifest import CONFIG, INDEX, File, fingerprint
-from peerloom.node.checkpoint_parts import listed, write_config, write_index
-from peerloom.node.durable import fsync_file, storage_errors
+from peerloom.node.checkpoint_manifest import File
+from peerloom.node.checkpoint_parts import finish
+from peerloom.node.durable import storage_errors
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.memory import BlockLayout, Region, SharedBlock
 from peerloom.node.worker.shard import JOIN_S, Place, Shard, Unwritten, join, rows_of
@@ -132,12 +132,7 @@ class Group:
             if isinstance(answer, Unwritten):
                 raise StorageError(answer.reason) from (OSError(errno.ENOSPC, answer.reason) if answer.full else None)
         written = {name: found for answer in answers for name, found in answer.items()}
-        write_index(folder, written)
-        write_config(folder, self._model.config)
-        beside = [name for name in (INDEX, CONFIG) if (folder / name).exists()]
-        for name in beside:
-            fsync_file(folder / name)
-        return listed(written) | {name: fingerprint(folder / name) for name in beside}
+        return finish(folder, written, self._model.config)
 
     def load(self, folder: Path) -> None:
         """Has every rank take its moments up from a checkpoint of any number of devices."""
