@@ -202,7 +202,7 @@ def test_methods_that_cannot_use_several_devices_say_why(source: Path, method: A
 def test_a_gpu_that_is_not_there_is_named_before_any_rank_is_told(source: Path, tmp_path: Path) -> None:
     there = torch.cuda.device_count()
     given = replace(setup(tiny_spec(source), tmp_path), devices=("cuda:98", "cuda:99"))
-    with pytest.raises(ConfigError, match=f"'cuda:98' is not there \\({there} CUDA devices are\\)"):
+    with pytest.raises(ConfigError, match=f"^devices: 'cuda:98' is not there \\({there} CUDA devices are\\); use another, or cpu:N"):
         GaslocGroupTask(given, anonymous_file(), quiet, ())
     assert not (tmp_path / "peer-a").exists()
 
