@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,7 @@ class Join:
 class Joined:
     """The shard is there; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
 
+    pid: int
     refused: str = ""
 
 
@@ -86,6 +89,7 @@ class Group:
         for told in (refused, *(joined.refused for joined in others)):
             if told:
                 raise ConfigError(told)
+        self._pids = [os.getpid(), *(joined.pid for joined in others)]
         self.owners = self._shard.plan()
         if place.device.type == "cpu":  # gloo has met for good; NCCL makes connections as they are needed
             self._store.unlink(missing_ok=True)
@@ -99,6 +103,12 @@ class Group:
         """Takes the parameters of all ranks from the block."""
         torch.set_num_threads(self._threads_in_step)
         self._all("pull")
+
+    def project(self) -> Tensor:
+        """The projection of the block's theta by the run's seed, a part on each rank."""
+        seed, count = self._setup.spec.seed, self.world_size
+        parts = self._each("project", [(seed, (rank, count)) for rank in range(count)])
+        return torch.tensor(parts, dtype=torch.float64).sum(0)
 
     def seed(self, value: int) -> None:
         """Of dropout, which is another on each rank."""
@@ -127,7 +137,7 @@ class Group:
 
         `regions` are those of the block by the kind that they are written as. Raises StorageError.
         """
-        answers = self._all("write", folder, regions)
+        answers = self._all("write", folder, regions, patient=True)
         for answer in answers:
             if isinstance(answer, Unwritten):
                 raise StorageError(answer.reason) from (OSError(errno.ENOSPC, answer.reason) if answer.full else None)
@@ -136,17 +146,17 @@ class Group:
 
     def load(self, folder: Path) -> None:
         """Has every rank take its moments up from a checkpoint of any number of devices."""
-        self._all("load", folder)
+        self._all("load", folder, patient=True)
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._each(method, [arguments] * self.world_size)
+    def _all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
+        return self._each(method, [arguments] * self.world_size, patient)
 
-    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method on all ranks at once; the answers in their order."""
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]], patient: bool = False) -> list[Any]:
+        """Calls a method on all ranks at once; the answers in their order. `patient`: see `_hear`."""
         for rank, pipe in enumerate(self._pipes, 1):
             self._tell(rank, pipe, Call(method, arguments[rank]))
         own = getattr(self._shard, method)(*arguments[0])
-        return [own, *(self._hear(rank, pipe) for rank, pipe in enumerate(self._pipes, 1))]
+        return [own, *(self._hear(rank, pipe, patient=patient) for rank, pipe in enumerate(self._pipes, 1))]
 
     def _tell(self, rank: int, pipe: Pipe, message: object) -> None:
         try:
@@ -154,12 +164,22 @@ class Group:
         except OSError as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
 
-    def _hear(self, rank: int, pipe: Pipe, within_s: float = 0.0) -> Any:
-        """A rank's answer to what this rank has done too."""
+    def _hear(self, rank: int, pipe: Pipe, within_s: float = 0.0, *, patient: bool = False) -> Any:
+        """A rank's answer to what this rank has done too; a `patient` one waits for a slow disk as long as it takes."""
         within_s = within_s or self._setup.lost_s
         try:
-            if not pipe.poll(within_s):
-                raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
+            while not pipe.poll(within_s):
+                if not patient or _is_stopped(self._pids[rank]):
+                    raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
             return pipe.recv()
         except (EOFError, OSError) as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process runs no more, if only for now."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return True
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -37,9 +37,9 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
                 shard = Shard(
                     model, spec.train, mesh, message.place.device, block, lost_s=message.setup.lost_s
                 )
-                answer = Joined()
+                answer = Joined(os.getpid())
             except PeerloomError as error:
-                answer = Joined(refused=str(error))
+                answer = Joined(os.getpid(), refused=str(error))
         elif shard is None:
             raise RuntimeError(f"rank 0 said {type(message).__name__} before there was a shard")
         elif isinstance(message, Call):

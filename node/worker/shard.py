@@ -1,6 +1,6 @@
 """One rank of a node with several devices: its shard of the model, its rows of each batch, its pieces of the block.
 
-All methods but `load`, `publish` and `pull` are collective: every rank calls them, in the same order.
+All methods but `load`, `publish`, `pull` and `project` are collective: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from peerloom.optim.matrix_fsdp import (
 )
 from peerloom.optim.matrix_fsdp.checkpoint import owned_moments, take_up_moments, written_here
 from peerloom.optim.matrix_fsdp.runtime import whole_shapes
+from peerloom.optim.projection import project
 from peerloom.protocol.errors import ConfigError, StorageError
 from peerloom.protocol.runspec import TrainSpec
 
@@ -150,6 +151,11 @@ class Shard:
         """Takes the owned pieces from the block's flat parameters."""
         for place, parameter in self._places():
             parameter.copy_(place)
+
+    def project(self, seed: int, share: tuple[int, int]) -> list[float]:
+        """A part of the projection of the block's theta; see `optim.projection`."""
+        found: list[float] = project(self._region("theta"), seed, share=share).tolist()
+        return found
 
     def seed(self, value: int) -> None:
         """Of dropout."""

@@ -415,7 +415,10 @@ class GaslocTask:
 
     def _sketch(self) -> tuple[float, ...]:
         """theta's projection, the same for all nodes of the run; to seven digits, which is what fp32 holds."""
-        return tuple(float(f"{value:.7g}") for value in project(self._method.theta, self._spec.seed).tolist())
+        return tuple(float(f"{value:.7g}") for value in self._projected().tolist())
+
+    def _projected(self) -> Tensor:
+        return project(self._method.theta, self._spec.seed)
 
     def _publish_theta(self, fragment: int | None = None) -> None:
         """Shows the daemon the round's start point, whole or a fragment's; on the CPU theta lives there already."""

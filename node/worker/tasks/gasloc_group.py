@@ -3,6 +3,7 @@
 theta, y and previous lie once a node in the shared block, flat in the order of a node with one device, so that nodes
 with different numbers of devices exchange with each other, and a node may change its number between two starts. For an
 exchange every rank writes the segments it owns into that block; rank 0 mixes there, and each takes its segments back.
+The sketch of theta, which costs twice as much as the mixing, is shared out.
 A checkpoint is written by all ranks side by side, each what it owns; rank 0 gives it its name once all have.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peerloom.node import checkpoint
 from peerloom.node.checkpoint_parts import MODEL
@@ -74,6 +75,9 @@ class GaslocGroupTask(GaslocTask):
     def ready(self) -> WorkerReady:
         """What start() answers."""
         return replace(super().ready(), owners=self._group.owners)
+
+    def _projected(self) -> Tensor:
+        return self._group.project()
 
     def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
         return checkpoint.newest_intact(self._folder, moments=False)

@@ -6,8 +6,11 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from peerloom.node.config import load_config
 from peerloom.node.devices import check_devices, parse_devices
 from peerloom.node.export import export
 from peerloom.node.seams import WorkerDied, WorkerSetup
-from peerloom.node.worker.group import STORE
+from peerloom.node.worker.group import STORE, Group
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.model import build_model, model_over
 from peerloom.node.worker.port import WorkerProcess
@@ -30,6 +33,7 @@ from peerloom.node.worker.shard import Place, Shard, join, loopback, rows_of
 from peerloom.node.worker.tasks import open_task
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.node.worker.tasks.gasloc_group import GaslocGroupTask
+from peerloom.optim.matrix_fsdp import RankLost
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 from tests.unit.node.tiny import Optimizer, never, setup, task, tiny_spec, write_text
@@ -202,7 +206,8 @@ def test_methods_that_cannot_use_several_devices_say_why(source: Path, method: A
 def test_a_gpu_that_is_not_there_is_named_before_any_rank_is_told(source: Path, tmp_path: Path) -> None:
     there = torch.cuda.device_count()
     given = replace(setup(tiny_spec(source), tmp_path), devices=("cuda:98", "cuda:99"))
-    with pytest.raises(ConfigError, match=f"^devices: 'cuda:98' is not there \\({there} CUDA devices are\\); use another, or cpu:N"):
+    sentence = f"^devices: 'cuda:98' is not there \\({there} CUDA devices are\\); use another, or cpu:N"
+    with pytest.raises(ConfigError, match=sentence):
         GaslocGroupTask(given, anonymous_file(), quiet, ())
     assert not (tmp_path / "peer-a").exists()
 
@@ -235,11 +240,12 @@ def test_every_row_goes_to_one_rank(rows: int, ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """y and theta of each round, fp32."""
+    """y and theta of each round, fp32; round and sketch are those of the start."""
 
     proposals: list[Tensor]
     thetas: list[Tensor]
     round: int
+    sketch: tuple[float, ...]
 
 
 def numbers(view: memoryview) -> Tensor:
@@ -258,12 +264,13 @@ async def live(worker: WorkerProcess, given: WorkerSetup, count: int) -> Life:
         proposals.append(y)
         thetas.append(numbers(worker.theta()))
     await worker.save()
-    return Life(proposals=proposals, thetas=thetas, round=ready.round)
+    return Life(proposals=proposals, thetas=thetas, round=ready.round, sketch=ready.sketch)
 
 
 def live_here(worker: GaslocTask, count: int) -> Life:
     """The same in this process, on one device."""
-    first = worker.ready().round
+    ready = worker.ready()
+    first = ready.round
     proposals, thetas = [], []
     for number in range(first, first + count):
         worker.train(number, never)
@@ -273,10 +280,11 @@ def live_here(worker: GaslocTask, count: int) -> Life:
         proposals.append(y)
         thetas.append(worker._host_theta.clone())
     worker.save()
-    return Life(proposals=proposals, thetas=thetas, round=first)
+    return Life(proposals=proposals, thetas=thetas, round=first, sketch=ready.sketch)
 
 
 def same(ours: Life, theirs: Life) -> bool:
+    assert ours.sketch == pytest.approx(theirs.sketch, abs=1e-3)
     return ours.round == theirs.round and max(
         apart(ours.proposals, theirs.proposals), apart(ours.thetas, theirs.thetas)
     ) <= 1e-6
@@ -365,6 +373,24 @@ def test_a_rank_that_is_silent_is_lost_within_a_minute(source: Path, tmp_path: P
     assert links.timeout.total_seconds() == group._setup.lost_s
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     assert backend.options._timeout.total_seconds() == group._setup.lost_s
+
+
+@pytest.mark.parametrize("signalled", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_slow_disk_is_waited_for_and_a_rank_that_is_stopped_is_not(
+    source: Path, tmp_path: Path, signalled: signal.Signals
+) -> None:
+    ours, theirs = Pipe()
+    with ours, theirs, subprocess.Popen(["sleep", "60"]) as other:
+        group = Group(replace(setup(spec_of(source), tmp_path), lost_s=0.02), [ours])
+        group._pids = [os.getpid(), other.pid]
+        late = threading.Timer(0.3, theirs.send, ["written"])
+        late.start()
+        assert group._hear(1, ours, patient=True) == "written"
+        late.join()
+        other.send_signal(signalled)
+        with pytest.raises(RankLost, match="rank 1 did not answer"):
+            group._hear(1, ours, patient=True)
+        other.kill()
 
 
 def test_transformers_and_the_export_read_what_ranks_have_written(source: Path, tmp_path: Path, alone: None) -> None:
