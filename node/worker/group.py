@@ -35,6 +35,7 @@ class Join:
     setup: WorkerSetup
     place: Place
     layout: BlockLayout
+    leader: int  # the process id of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Group:
     def shard(self, model: nn.Module, block: SharedBlock) -> None:
         """Shards the model, whose parameters lie in the block too; raises ConfigError before a weight is touched."""
         for rank, pipe in enumerate(self._pipes, 1):
-            self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout))
+            self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout, os.getpid()))
         place = self._place(0)
         self._threads, self._model = torch.get_num_threads(), model
         mesh = join(place)
@@ -169,14 +170,14 @@ class Group:
         within_s = within_s or self._setup.lost_s
         try:
             while not pipe.poll(within_s):
-                if not patient or _is_stopped(self._pids[rank]):
+                if not patient or is_stopped(self._pids[rank]):
                     raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
             return pipe.recv()
         except (EOFError, OSError) as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a process runs no more, if only for now."""
     try:
         status = psutil.Process(pid).status()

@@ -29,6 +29,7 @@ from peerloom.node.worker.group import STORE, Group
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.model import build_model, model_over
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker.rank import wait_for
 from peerloom.node.worker.shard import Place, Shard, join, loopback, rows_of
 from peerloom.node.worker.tasks import open_task
 from peerloom.node.worker.tasks.gasloc import GaslocTask
@@ -376,7 +377,7 @@ def test_a_rank_that_is_silent_is_lost_within_a_minute(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("signalled", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_slow_disk_is_waited_for_and_a_rank_that_is_stopped_is_not(
+def test_a_slow_disk_and_a_busy_leader_are_waited_for_and_those_stopped_are_not(
     source: Path, tmp_path: Path, signalled: signal.Signals
 ) -> None:
     ours, theirs = Pipe()
@@ -387,7 +388,14 @@ def test_a_slow_disk_is_waited_for_and_a_rank_that_is_stopped_is_not(
         late.start()
         assert group._hear(1, ours, patient=True) == "written"
         late.join()
+        late = threading.Timer(0.3, theirs.send, ["a call"])
+        late.start()
+        wait_for(ours, other.pid, 0.02)
+        assert ours.recv() == "a call"
+        late.join()
         other.send_signal(signalled)
+        with pytest.raises(RankLost, match="rank 0 did not answer .* is stopped"):
+            wait_for(ours, other.pid, 0.02)
         with pytest.raises(RankLost, match="rank 1 did not answer"):
             group._hear(1, ours, patient=True)
         other.kill()
