@@ -17,6 +17,7 @@ from peerloom.optim.eigenbasis import (
     first_from_moment,
     next_from_covariance,
     next_from_moment,
+    no_basis,
     rotated_sides,
 )
 
@@ -108,6 +109,12 @@ class RotatedStack:
             for name, view in views.items()
         )
 
+    def check(self) -> None:
+        """Raises ValueError for a gradient whose squares, summed over the matrix, the stack's precision cannot hold."""
+        largest = torch.stack(torch._foreach_norm(self._gradients(), math.inf)).max()
+        if not float(largest) <= math.sqrt(torch.finfo(self._dtype).max / math.prod(self._shape)):  # NaN is refused too
+            raise no_basis(self._shape)
+
     def step(self) -> None:
         """One update of all members, which all must have a gradient."""
         gradient = self.begin()
@@ -125,8 +132,10 @@ class RotatedStack:
         """Counts the step and gives the gradients, (members, m, n)."""
         self.count += 1
         torch._foreach_add_([views["step"] for views in self._views], 1)
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack([grad.reshape(self._shape) for grad in grads]).to(self._dtype)
+        return torch.stack([grad.reshape(self._shape) for grad in self._gradients()]).to(self._dtype)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def apply(self, direction: Tensor) -> None:
         beta1, beta2 = self.setting.beta1, self.setting.beta2
