@@ -46,8 +46,9 @@ class BasisRotatedAdam(Optimizer):
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).
 
     Raises ValueError for hyper-parameters out of range, and in `step` for a weight whose rotated sides were changed
-    after its first step and for a rotated weight's gradient that is NaN, infinite, or so large that its squares are:
-    then nothing has changed, and the step may be skipped. One such gradient would stay in L, R and the bases for good.
+    after its first step; NonFiniteGradient, a ValueError, for a rotated weight's gradient that is NaN, infinite, or so
+    large that its squares are, which would stay in L, R and the bases for good: nothing has changed then, and the step
+    may be left out.
     """
 
     stack_type: type[RotatedStack] = RotatedStack  # what takes the steps of equal-shaped weights

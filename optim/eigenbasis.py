@@ -19,6 +19,10 @@ Source = Literal["1st", "2nd"]
 Geometry = Literal["unilateral", "bilateral"]
 
 
+class NonFiniteGradient(ValueError):
+    """A gradient, or what was gathered of gradients, is NaN, infinite, or too large to be squared."""
+
+
 class Rotation(NamedTuple):
     """Orthogonal U (..., m, m) and V (..., n, n); None is the identity."""
 
@@ -50,15 +54,18 @@ def rotated_sides(m: int, n: int, geometry: Geometry, max_side: int) -> tuple[bo
     return (fits[0], False) if m < n else (False, fits[1])
 
 
-def no_basis(shape: Sequence[int]) -> ValueError:
+def no_basis(shape: Sequence[int]) -> NonFiniteGradient:
     """What is raised where a matrix of that shape is not finite."""
-    return ValueError(
+    return NonFiniteGradient(
         f"no eigenbasis of {tuple(shape)}: the gradient holds NaN or infinity; skip the step or lower the rate"
     )
 
 
 def first_from_covariance(left: Tensor | None, right: Tensor | None) -> Rotation:
-    """The eigenvectors of L and R, the largest eigenvalue's first; raises ValueError where they are not finite."""
+    """The eigenvectors of L and R, the largest eigenvalue's first.
+
+    Raises NonFiniteGradient where these are not finite.
+    """
     return Rotation(*(None if side is None else _robust(_descending, side)[0] for side in (left, right)))
 
 
@@ -67,7 +74,7 @@ def next_from_covariance(
 ) -> tuple[Rotation, Tensor]:
     """One power step on each side, and the second moment (..., m, n) permuted on the sides that were sorted.
 
-    Raises ValueError where L or R is not finite.
+    Raises NonFiniteGradient where L or R is not finite.
     """
     bases: list[Tensor | None] = []
     for basis, covariance, dim in ((last.left, left, -2), (last.right, right, -1)):
@@ -82,7 +89,7 @@ def next_from_covariance(
 
 
 def first_from_moment(moment: Tensor, sides: tuple[bool, bool]) -> Rotation:
-    """The singular vectors of M (..., m, n) on the sides asked for; raises ValueError as above.
+    """The singular vectors of M (..., m, n) on the sides asked for; raises NonFiniteGradient as above.
 
     Both together are in full; one alone must be the shorter side's, as `rotated_sides` has it.
     """
@@ -95,7 +102,7 @@ def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Ro
 
     Of a longer side M says a part alone, the range of M or M^T. There the paper's QR leaves the rest to chance, to be
     drawn anew each time under second moments that stay; here the rest is the last basis's own, its weakest columns made
-    orthogonal to the range, so that each keeps the second moment it gathered. Raises ValueError as above.
+    orthogonal to the range, so that each keeps the second moment it gathered. Raises NonFiniteGradient as above.
     """
     left, right = last
     if left is not None:

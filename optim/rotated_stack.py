@@ -110,7 +110,7 @@ class RotatedStack:
         )
 
     def check(self) -> None:
-        """Raises ValueError for a gradient whose squares, summed over the matrix, the stack's precision cannot hold."""
+        """Raises NonFiniteGradient for a gradient whose squares, summed over the matrix, overflow."""
         largest = torch.stack(torch._foreach_norm(self._gradients(), math.inf)).max()
         if not float(largest) <= math.sqrt(torch.finfo(self._dtype).max / math.prod(self._shape)):  # NaN is refused too
             raise no_basis(self._shape)

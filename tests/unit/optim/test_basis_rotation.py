@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.optim.basis_rotation import BasisRotatedAdam, stage_frequencies
-from peerloom.optim.eigenbasis import Geometry, Rotation, Source, next_from_covariance, next_from_moment
+from peerloom.optim.eigenbasis import (
+    Geometry,
+    NonFiniteGradient,
+    Rotation,
+    Source,
+    next_from_covariance,
+    next_from_moment,
+)
 from peerloom.optim.rotated_stack import rotated_direction
 
 from .conftest import Draw
@@ -323,7 +330,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_leaves_no_trace(
         if now == step:
             bad = [gradient.clone() for gradient in gradients]
             bad[1][2, 3] = value
-            with pytest.raises(ValueError, match="no eigenbasis .* NaN or infinity"):
+            with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
                 feed(first, spoilt, bad)
         feed(first, spoilt, gradients)
         feed(second, clean, gradients)
@@ -337,9 +344,9 @@ def test_a_refresh_of_what_is_not_finite_is_refused(draw: Draw, value: float) ->
     last = Rotation(torch.linalg.qr(draw(4, 4)).Q, torch.linalg.qr(draw(3, 3)).Q)
     moment, left, right = draw(4, 3), torch.eye(4).double(), torch.eye(3).double()
     moment[1, 1] = right[1, 1] = value
-    with pytest.raises(ValueError, match="no eigenbasis .* NaN or infinity"):
+    with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
         next_from_covariance(last, left, right, draw(4, 3))
-    with pytest.raises(ValueError, match="no eigenbasis .* NaN or infinity"):
+    with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
         next_from_moment(last, moment, draw(4, 3))
 
 
