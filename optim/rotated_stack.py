@@ -126,7 +126,7 @@ class RotatedStack:
         direction = rotated_direction(
             gradient, rotation, tensors["exp_avg"], tensors["exp_avg_sq"], setting.beta1, setting.beta2, setting.eps
         )
-        self.apply(direction)
+        self.apply(direction, self.count)
 
     def begin(self) -> Tensor:
         """Counts the step and gives the gradients, (members, m, n)."""
@@ -137,9 +137,10 @@ class RotatedStack:
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
-    def apply(self, direction: Tensor) -> None:
+    def apply(self, direction: Tensor, taken: int) -> None:
+        """Moves the weights along it; `taken` gradients are in the moments, whose bias is corrected."""
         beta1, beta2 = self.setting.beta1, self.setting.beta2
-        correction = math.sqrt(1 - beta2**self.count) / (1 - beta1**self.count)
+        correction = math.sqrt(1 - beta2**taken) / (1 - beta1**taken)
         rates = [float(group["lr"]) for _, group in self._members]
         decays = [1 - rate * group["weight_decay"] for rate, (_, group) in zip(rates, self._members, strict=True)]
         moves = [row.view(parameter.shape) for row, parameter in zip(direction, self._parameters, strict=True)]
