@@ -45,11 +45,13 @@ def descend(
 
     `gradient` maps all the weights, stacked (count, m, n), to their gradients.
     """
-    weights = [nn.Parameter(start.clone()) for start in starts]
+    alike = {delay: [k for k, other in enumerate(delays) if other == delay] for delay in delays}
+    stores = {delay: torch.stack([starts[k] for k in chosen]) for delay, chosen in alike.items()}  # copied as one
+    weights = [nn.Parameter(stores[delay][alike[delay].index(k)]) for k, delay in enumerate(delays)]
     groups = [{"params": [weight], **one} for weight, one in zip(weights, options, strict=True)]
     tool = BasisRotatedAdam(groups, weight_decay=0.0)
     rates = [group["lr"] for group in tool.param_groups]
-    delayed = DelayedWeights([[weight] for weight in weights], delays)
+    delayed = DelayedWeights([[store] for store in stores.values()], list(stores))
 
     def pull() -> Tensor:  # its gradient is `gradient`
         stacked = torch.stack(list(weights))
