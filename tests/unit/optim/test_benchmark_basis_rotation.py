@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from peerloom.node.specs import demo_spec
 from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.optim.delayed import DelayedWeights
+from peerloom.optim.rotated_stack import RotatedStack
 from peerloom.optim.soap import SOAP
-from tests.benchmarks import basis_rotation
-from tests.benchmarks.basis_rotation_cost import SMALL, Parts, cost_row
+from tests.benchmarks import basis_rotation, basis_rotation_cost
+from tests.benchmarks.basis_rotation_cost import DEMO, SMALL, Parts, cost_row
 from tests.benchmarks.basis_rotation_model import (
     Size,
     StackedRuns,
@@ -238,3 +240,20 @@ def test_a_whole_step_is_its_passes_and_its_share_of_refreshes() -> None:
     row = cost_row(SMALL, 10, parts)
     assert row.name == "step_cost_256_freq10"
     assert row.value == pytest.approx(4 * 1.0 + 0.7) and row.baseline_value == pytest.approx(4.5)
+
+
+def test_whole_steps_are_timed_in_turn_and_one_of_ten_refreshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed: list[int] = []
+    refresh = RotatedStack.refresh
+
+    def counting(stack: RotatedStack, gradient: torch.Tensor) -> None:
+        refreshed.append(stack.count)
+        refresh(stack, gradient)
+
+    monkeypatch.setattr(RotatedStack, "refresh", counting)
+    monkeypatch.setattr(basis_rotation_cost, "seconds", lambda work: (work(), float(len(refreshed)))[1])
+    tiny = replace(DEMO, width=8, hidden=12, layers=1, length=4, tokens=16, tokens_a_pass=8)
+    row = basis_rotation_cost.whole_row(tiny)
+    assert set(refreshed) == {1, 10}, "the first is not among those timed"
+    assert (row.name, row.value > 0, "10 steps each in turn" in row.setting) == ("step_cost_8_whole_freq10", True, True)
+    assert basis_rotation_cost.DEMO.tokens == demo_spec("pipeline", 4).train.batch_size * 128
