@@ -206,7 +206,7 @@ class StageTask:
 
     def obey(self, command: messages.Command, between: Between) -> object:
         """Carries out one command of a stage."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         loss = None
         match command:
             case messages.Forward(microbatch, version, update):
@@ -221,7 +221,7 @@ class StageTask:
                 return self.save(ledger, lane)
             case _:
                 raise RuntimeError(f"a stage knows no {command}")
-        return messages.Ran(time.perf_counter() - began, loss)
+        return messages.Ran(time.perf_counter() - began, loss, time.process_time() - cpu_began)
 
     # the passes
 
