@@ -146,9 +146,7 @@ def whole_steps(scale: Scale) -> tuple[list[float], list[float]]:
         optimizer.step()
     net.zero_grad()
     every = [list(net.parameters())]
-    taken = [
-        (seconds(lambda: step(rotated, groups)), seconds(lambda: step(adamw, every))) for _ in range(WHOLE_FREQ)
-    ]
+    taken = [(seconds(lambda: step(rotated, groups)), seconds(lambda: step(adamw, every))) for _ in range(WHOLE_FREQ)]
     ours, theirs = zip(*taken, strict=True)
     return list(ours), list(theirs)
 

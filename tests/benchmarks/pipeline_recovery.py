@@ -3,8 +3,8 @@
 Real nodes under load, each of four stages killed -9 in turn, then as they are drawn; the victim comes back as the next
 standby, and each kill waits for a copy of its stage that is newer than the kill before. `recovery_s` is the longest
 time from a kill to the first update of the stage under its next host, the standby, whose worker process is warm; its
-baseline is what is allowed, the heartbeat's end and ten seconds. `recovery_loss` is the held-out loss where the run with
-the kills ends against the mean of undisturbed runs of the same spec at the same update, and says how far these are
+baseline is what is allowed, the heartbeat's end and ten seconds. `recovery_loss` is the held-out loss where the run
+with the kills ends against the mean of undisturbed runs of the same spec at the same update, and says how far these are
 apart, and whether the runs are within three standard deviations all along: nodes draw their batches by who they are, so
 no two runs are the same. One smoothing rule: a loss is the mean of the last 5 evaluations.
 

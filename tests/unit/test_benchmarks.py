@@ -174,9 +174,7 @@ def test_utilization_is_the_less_busy_stages_median_over_turns(tmp_path: Path) -
         ("async", 20): [(0.9, 1.0), (0.95, 0.97), (0.96, 0.92)],
         ("sync", 20): [(0.5, 0.4), (0.6, 0.45), (0.4, 0.5)],
     }
-    found: Any = {
-        key: [Shares(each, (each[0] - 0.1, each[1] - 0.2)) for each in turns] for key, turns in clock.items()
-    }
+    found: Any = {key: [Shares(each, (each[0] - 0.1, each[1] - 0.2)) for each in turns] for key, turns in clock.items()}
     (tmp_path / "text").mkdir()
     spec = pipeline.spec(tmp_path, "async", 8)
     by_clock, by_cpu = pipeline.rows_of(20, found, spec)

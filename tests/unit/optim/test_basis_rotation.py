@@ -137,7 +137,8 @@ def test_beyond_the_range_of_the_moment_a_basis_stays_under_its_second_moment(
             torch.testing.assert_close(side[k].T @ side[k], torch.eye(size).double())
             torch.testing.assert_close(side[k][:, :short], theirs[:, :short])
         ours, then, before = (
-            (each.left if m > n else each.right)[k] for each in (found, again, last)  # type: ignore[index]
+            (each.left if m > n else each.right)[k]
+            for each in (found, again, last)  # type: ignore[index]
         )
         order = rows if m > n else columns
         overlap = (ours[:, short:].T @ before[:, order][:, short:]).abs()
