@@ -34,6 +34,7 @@ ANNEALED = 0.12  # of the steps, over which PipeDream-LR's correction fades: 7/3
 FORMS = {  # of methods that were not always what they are now: kept runs of another form are not theirs
     "pipedream_lr": f"annealed over {ANNEALED:g}",
     "soap": "the first step not counted",
+    "1st_bi": "beyond the moment's range the last basis kept",
 }
 
 
