@@ -30,7 +30,8 @@ class SOAP(Optimizer):
     """SOAP for matrices, with decoupled weight decay; a side longer than `max_side` keeps the identity.
 
     State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and on each rotated side `left_cov`, `left` (m, m) and
-    `right_cov`, `right` (n, n). Raises ValueError for parameters that are no matrices and settings out of range.
+    `right_cov`, `right` (n, n). Raises ValueError for parameters that are no matrices and settings out of range, and in
+    `step` NonFiniteGradient, a ValueError, where a basis is asked of what is not finite.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters, Layout
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
@@ -293,7 +294,10 @@ class GaslocTask:
     def _step(self, index: int) -> Tensor:
         at = self._position
         rate = learning_rate(at.step, self._spec.train, adopted_at=at.adopted_at)
-        loss = self._inner.step(torch.from_numpy(self._batches[index]), rate)
+        try:
+            loss = self._inner.step(torch.from_numpy(self._batches[index]), rate)
+        except NonFiniteGradient as error:
+            raise NonFiniteLoss(self._diverged("a gradient")) from error
         at.step += 1
         at.adam_steps += 1
         at.tokens += self._spec.train.batch_size * self._spec.data.sequence_length
@@ -315,11 +319,15 @@ class GaslocTask:
         if self._spec.gasloc.overlap:
             self._spread()  # local steps go on from y
         if not (bool(losses.isfinite().all()) and bool(y.sum().isfinite())):
-            raise NonFiniteLoss(
-                f"training diverged in round {self._position.round} (step {self._position.step}): the loss or a "
-                "parameter is not finite; lower train.learning_rate if it happens again"
-            )
+            raise NonFiniteLoss(self._diverged("the loss or a parameter"))
         self._exchanges.send(self._position.round)
+
+    def _diverged(self, what: str) -> str:
+        at = self._position
+        return (
+            f"training diverged in round {at.round} (step {at.step}): {what} is not finite; "
+            "lower train.learning_rate if it happens again"
+        )
 
     def _dropout_seed(self, first_batch: int) -> int:
         """A resumed node drops what it would have dropped; matters only for models with dropout."""
