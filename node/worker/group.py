@@ -81,9 +81,7 @@ class Group:
         self._threads_in_step = torch.get_num_threads()
         refused = ""
         try:
-            self._shard = Shard(
-                model, self._setup.spec.train, mesh, place.device, block, lost_s=self._setup.lost_s
-            )
+            self._shard = Shard(model, self._setup.spec.train, mesh, place.device, block, lost_s=self._setup.lost_s)
         except ConfigError as error:
             refused = str(error)  # the others have the same, and say so
         others: list[Joined] = [self._hear(rank, pipe, JOIN_S) for rank, pipe in enumerate(self._pipes, 1)]

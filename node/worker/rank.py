@@ -38,9 +38,7 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             try:
                 model = model_over(spec, block.view("params"))  # before they meet: then each waits for the slowest
                 mesh = join(message.place)
-                shard = Shard(
-                    model, spec.train, mesh, message.place.device, block, lost_s=message.setup.lost_s
-                )
+                shard = Shard(model, spec.train, mesh, message.place.device, block, lost_s=message.setup.lost_s)
                 answer = Joined(os.getpid())
             except PeerloomError as error:
                 answer = Joined(os.getpid(), refused=str(error))

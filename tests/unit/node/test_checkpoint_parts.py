@@ -34,9 +34,7 @@ def made(round: int) -> Checkpoint:
     theta, previous, params = (torch.randn(24 + 12 + 4, generator=generator) for _ in range(3))
     moments: dict[str, Tensor] = {f"exp_avg/{name}": torch.randn(shape) for name, shape in SHAPES.items()}
     moments |= {"step/embed": torch.tensor(3.0), "left/b.up": torch.eye(4)}
-    return Checkpoint(
-        meta=replace(META, round=round), theta=theta, previous=previous, optimizer=moments, params=params
-    )
+    return Checkpoint(meta=replace(META, round=round), theta=theta, previous=previous, optimizer=moments, params=params)
 
 
 def by_name(flat: Tensor) -> dict[str, Tensor]:

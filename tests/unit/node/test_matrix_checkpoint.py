@@ -95,9 +95,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_go_on_as_one(
-    four: Ranks, folder: Path, case: Case, lives: list[tuple[int, int]], tolerance: float
-) -> None:
+def assert_go_on_as_one(four: Ranks, folder: Path, case: Case, lives: list[tuple[int, int]], tolerance: float) -> None:
     """Lives of (ranks, replicas), two steps each, every one from the checkpoint of the one before."""
     straight = losses(four, 1, case, range(2 * len(lives)), None, None)
     found: list[float] = []
