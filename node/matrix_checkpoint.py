@@ -4,7 +4,8 @@ The folder is one of parts (`checkpoint_parts`), with beside them
 
     state.json      format, what the caller added, the optimizer's settings by group, size and BLAKE3 of each part
 
-It holds whole tensors, so any world size takes it up. It appears under its name whole or not at all.
+It holds whole tensors, so any world size takes it up. It appears under its name whole or not at all. For programs that
+shard a model themselves, over replicas too; a node's ranks write the same parts by way of `checkpoint.save_parts`.
 """
 
 from __future__ import annotations

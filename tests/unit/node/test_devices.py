@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peerloom.node import checkpoint
+from peerloom.node import checkpoint, checkpoint_parts
 from peerloom.node.config import load_config
 from peerloom.node.devices import check_devices, parse_devices
 from peerloom.node.export import export
@@ -35,7 +36,7 @@ from peerloom.node.worker.tasks import open_task
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.node.worker.tasks.gasloc_group import GaslocGroupTask
 from peerloom.optim.matrix_fsdp import RankLost
-from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.errors import ConfigError, StorageError
 from peerloom.protocol.runspec import RunSpec
 from tests.unit.node.tiny import Optimizer, never, setup, task, tiny_spec, write_text
 
@@ -399,6 +400,37 @@ def test_a_slow_disk_and_a_busy_leader_are_waited_for_and_those_stopped_are_not(
         with pytest.raises(RankLost, match="rank 1 did not answer"):
             group._hear(1, ours, patient=True)
         other.kill()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_what_a_rank_cannot_write_is_told_and_the_group_goes_on(
+    source: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A full disk is made room on, by the older of two checkpoints; any other refusal leaves both."""
+    group = group_task(spec_of(source), tmp_path)
+    saved = [group.save()]
+    for number in range(2):
+        group.train(number, never)
+        group.finish(mix=False)
+        if number == 0:
+            saved.append(group.save())
+    refusals = [code]
+
+    def refuse(path: Path) -> None:
+        if refusals:
+            refused = refusals.pop()
+            raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(checkpoint_parts, "fsync_file", refuse)
+    if code == errno.ENOSPC:
+        third = group.save()
+        assert sorted(saved[0].parent.iterdir()) == [saved[1], third]
+    else:
+        with pytest.raises(StorageError, match="permission denied"):
+            group.save()
+        assert sorted(saved[0].parent.iterdir()) == saved
+        third = group.save()
+    assert checkpoint.load(third).meta.round == 2
 
 
 def test_transformers_and_the_export_read_what_ranks_have_written(source: Path, tmp_path: Path, alone: None) -> None:
