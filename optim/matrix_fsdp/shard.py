@@ -121,7 +121,7 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
     for links in groups:
         if not links.on_gloo:  # whose watchdog has known only the time that ranks may take to meet
             _set_pg_timeout(links.timeout, links.group)
-    if mesh.size() > 1:
+    if mesh.size() > 1 and dist.is_gloo_available():
         lifeline = lifeline_of(mesh.mesh.flatten().tolist(), groups[0].timeout)
         for links in groups:
             links.watch_over(lifeline, [each.group for each in groups if each.on_gloo])

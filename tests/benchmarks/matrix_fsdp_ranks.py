@@ -41,9 +41,7 @@ def work(pipe: Connection[Any, Any], rank: int, world_size: int, store: str, siz
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     if cuda:
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cuda" if cuda else "cpu", (world_size,))
     methods = {name: method(size, mesh) for name, method in METHODS.items()}
     windows = windows_of(rank, size).to(mesh.device_type)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_
+from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_, shard
 from peerloom.optim.matrix_fsdp.planner import numel
 from tests.unit.optim.matrix_cases import (
     LOSSES,
@@ -162,6 +162,18 @@ def test_the_clip_scales_as_torch_s_does(most: float) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_the_clip_rounds_bf16_gradients_once() -> None:
+    model = make_model(Case(dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+    before = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    scale = 0.77 / clip_grad_norm_(model, 0.77)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, (gradient * scale).bfloat16(), rtol=2**-8, atol=0.0)
+        assert float((parameter.grad == (gradient * scale).bfloat16()).float().mean()) > 0.99
+
+
 def test_who_trains_what_and_with_which_settings() -> None:
     model = make_model(Case())
     built = build_optimizer(
@@ -177,6 +189,17 @@ def test_who_trains_what_and_with_which_settings() -> None:
     assert (hidden["weight_decay"], hidden["momentum"], hidden["ns_steps"]) == (0.2, 0.7, 5)
     assert [group["weight_decay"] for group in (outer, vectors)] == [0.3, 0.0]
     assert {(group["lr"], group["betas"], group["eps"]) for group in (outer, vectors)} == {(3e-4, (0.8, 0.85), 1e-6)}
+
+
+def test_the_plan_knows_what_adamw_steps_and_what_nobody() -> None:
+    """With owners for embeddings and head, too."""
+    model = make_model(Case(frozen="q_proj"))
+    plan = shard._planned(model, 3, "role_greedy", "newton_schulz", False, None)[1]
+    assert plan is not None
+    costs = {name: role.cost for unit in plan.units for role in unit.roles for name in role.names}
+    outer = 12 * model.get_parameter("lm_head.weight").numel()
+    assert costs["lm_head.weight"] == costs["model.embed_tokens.weight"] == outer
+    assert costs["model.layers.0.self_attn.q_proj.weight"] == 0 < costs["model.layers.0.self_attn.k_proj.weight"]
 
 
 def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
