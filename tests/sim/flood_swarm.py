@@ -59,6 +59,7 @@ class Member:
         self.clock = VirtualClock()
         self.counters: Counter[str] = Counter()
         self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[str] = []
         self.failure: BaseException | None = None
         self.running: asyncio.Task[None] | None = None
         self.lives = 0
@@ -101,6 +102,7 @@ class Member:
             phases=Phases(self.clock),
             journal=_Journal(self),
             progress=lambda what, share: None,
+            say=self.said.append,
             sign=lambda data: sign_as(self.peer_id, data),
             verify=verify,
         )
