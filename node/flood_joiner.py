@@ -57,7 +57,8 @@ class FloodJoiner:
             self._context.facts.count("flood_refused_base")
             raise RunMismatch(
                 f"the base model here has the digest {self._ready.init_digest[:16]}, and that of the swarm "
-                f"{min(digests)[:16]}; give this node the same model files as the others"
+                f"{min(digests)[:16]}; give this node the same model files as the others, "
+                "or none at the path that the run names: then it fetches the base from a peer"
             )
 
     async def join(self, *, needed: bool, dropped: Callable[[], object] = lambda: None) -> bool:

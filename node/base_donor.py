@@ -1,0 +1,63 @@
+"""Serves the base model to late joiners that have none: written to disk once, when the first one asks."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from peerloom.node import base_folder
+from peerloom.node.donor import Donor, manifest_of
+from peerloom.node.durable import storage_errors
+from peerloom.node.seams import Clock
+from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
+
+KINDS = {"base_files": base_folder.PACKED, "base": base_folder.WEIGHTS}  # by the file that carries it
+
+
+class BaseDonor:
+    """One life's. `write` has the worker write the base into a folder; a base that was fetched is handed on as it is.
+
+    What was written is a file without a name: the kernel keeps it as long as this process has it mapped.
+    """
+
+    def __init__(self, clock: Clock, digest: str, run_dir: Path, write: Callable[[Path], Awaitable[None]]) -> None:
+        self._run_dir, self._write = run_dir, write
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._writing = asyncio.Lock()
+        self._donors = {kind: Donor(clock, digest, partial(self._take, kind, digest)) for kind in KINDS}
+
+    def serve(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        """As Donor.serve; a base has no rounds."""
+        return self._donors[request.kind].serve(request, 0)
+
+    async def _take(self, kind: str, digest: str) -> tuple[StateManifest, mmap.mmap]:
+        async with self._writing:
+            if not self._mapped:
+                await self._map()
+        data = self._mapped[kind]
+        describe = partial(manifest_of, data, round=0, step=0, layout=digest, held_out_loss=None)
+        return await asyncio.to_thread(describe), data
+
+    async def _map(self) -> None:
+        folder = base_folder.fetched(self._run_dir)
+        if folder is not None:
+            self._mapped = _mapped(folder)
+            return
+        written = base_folder.empty(self._run_dir)
+        try:
+            await self._write(written)
+            self._mapped = _mapped(written)
+        finally:
+            shutil.rmtree(written, ignore_errors=True)
+
+
+def _mapped(folder: Path) -> dict[str, mmap.mmap]:
+    found = {}
+    for kind, name in KINDS.items():
+        with storage_errors(f"the base model in {folder}"), open(folder / name, "rb") as file:
+            found[kind] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return found
