@@ -169,6 +169,35 @@ def test_a_late_joiner_of_one_node_says_what_it_cost_and_that_nobody_confirmed_i
     assert swarm.members[0].said == []
 
 
+def test_a_node_without_the_base_fetches_it_once_and_hands_it_on(tmp_path: Path) -> None:
+    async def scenario(swarm: FloodSwarm) -> None:
+        members, swarm.bare = swarm.members, {2, 3}
+        for member in members[:2]:
+            member.start()
+        await swarm.until("some steps", lambda: members[0].facts.step >= 60)
+        members[2].start()
+        await swarm.until("it trains", lambda: members[2].facts.step >= 70)
+        await members[2].kill()
+        members[2].start()
+        await swarm.until("it trains again", lambda: members[2].facts.step >= 90)
+        for member in members[:2]:
+            await member.kill()
+        await asyncio.sleep(40)  # their records expire
+        members[3].start()
+        await swarm.until("it trains too", lambda: members[3].facts.step > 0)
+        await swarm.until("all end", lambda: all(member.running is None for member in members))
+
+    swarm = play(lambda: FloodSwarm(tmp_path, 4, spec(max_steps=600)), scenario)
+    assert [member.failure for member in swarm.members] == [None] * 4
+    for member in swarm.members[2:]:
+        assert len([line for line in member.journal if line[0] == "base_fetched"]) == 1
+        assert member.said[0].startswith("fetched the base model for ") and member.said[1].startswith("joined at ")
+    assert sum(member.counters["base_served"] for member in swarm.members[:2]) == 1
+    assert swarm.members[2].counters["base_served"] == 1
+    assert len({member.facts.init_digest for member in swarm.members}) == 1
+    assert not any(swarm.members[index].facts.counters.get("peer_faults") for index in range(4))
+
+
 def test_a_bug_in_the_flood_ends_the_node_with_its_error(tmp_path: Path) -> None:
     """Not only the link over which it was met: that comes anew, and nobody would ever know."""
     compare = FloodMachine._compare
