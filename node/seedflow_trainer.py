@@ -67,7 +67,8 @@ class SeedflowTrainer(Agreement):
                 raise LinkError("this node holds no base model yet")
             async for message in self._base_donor.serve(request):
                 yield message
-            self._facts.count("base_served", request.kind == "base")
+            if request.kind == "base":
+                self._facts.count("base_served")
             return
         if self._donor is None:
             raise LinkError("this node holds no state yet")
