@@ -75,9 +75,9 @@ def discard(run_dir: Path) -> None:
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
-def piece_digests(data: bytes) -> tuple[bytes, ...]:
-    """As a manifest in the largest pieces lists them."""
-    return tuple(blake3(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES))
+def piece_digests(data: bytes, piece_bytes: int) -> tuple[bytes, ...]:
+    """As a manifest lists them."""
+    return tuple(blake3(data[at : at + piece_bytes]).digest() for at in range(0, len(data), piece_bytes))
 
 
 def weights_digest(path: Path, encoding: str) -> str:

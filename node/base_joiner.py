@@ -28,9 +28,10 @@ from peerloom.protocol.errors import (
     NoDonor,
     PeerloomError,
     ProtocolError,
+    RunMismatch,
     SpecError,
+    VersionMismatch,
 )
-from peerloom.protocol.limits import CHUNK_BYTES
 from peerloom.protocol.membership import BAD_BASE
 from peerloom.protocol.messages import FetchRequest
 from peerloom.protocol.transfer import FetchMachine
@@ -93,7 +94,7 @@ class BaseJoiner:
                 self._done(digest, folder, files.encoding, witnesses)
             except (SpecError, ProtocolError) as error:
                 self._refuse(donor, BAD_FILES, str(error))
-            except (LinkError, NoDonor) as error:
+            except (LinkError, NoDonor, RunMismatch, VersionMismatch) as error:
                 self._last = str(error)
                 log.warning("no base model by the files of %s: %s", short(donor), error)
             else:
@@ -111,7 +112,6 @@ class BaseJoiner:
         data = await fetch_whole(context.transport, record, request, MAX_FILES_BYTES)
         self._received += len(data)
         files = unpack_files(data)
-        own = base_folder.piece_digests(data)
         same = other = 0
         for peer in others:
             record = context.view.record_of(peer)
@@ -122,9 +122,8 @@ class BaseJoiner:
             except PeerloomError as error:
                 log.info("%s could not confirm the base's files: %s", short(peer), error)
                 continue
-            if manifest.piece_bytes == CHUNK_BYTES or manifest.total_bytes != len(data):
-                same += manifest.piece_digests == own
-                other += manifest.piece_digests != own
+            alike = manifest.piece_digests == base_folder.piece_digests(data, manifest.piece_bytes)
+            same, other = same + alike, other + (not alike)
         if other >= max(1, same):
             raise LinkError(f"{other} other peers have another configuration or tokenizer, {same} the same")
         return files, same

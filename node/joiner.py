@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
-from peerloom.protocol.errors import BadPayload, LinkError, MalformedMessage, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.errors import (
+    BadPayload,
+    LinkError,
+    MalformedMessage,
+    NoDonor,
+    PeerloomError,
+    ProtocolError,
+    StorageError,
+)
 from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
@@ -141,6 +149,8 @@ class Joiner:
                 return await self._feed(machine, ask.attempt, stream, store, record)
         except TimeoutError:
             return machine.handle(DonorFailed(ask.attempt, "it sent nothing for too long"))
+        except StorageError:
+            raise  # this disk's: no donor mends it
         except PeerloomError as error:
             return machine.handle(DonorFailed(ask.attempt, str(error), isinstance(error, ProtocolError)))
 

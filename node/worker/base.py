@@ -25,6 +25,8 @@ from peerloom.protocol.base import CONFIG, ENCODINGS, FILES, TOKENIZER, BaseFile
 from peerloom.protocol.errors import BaseMissing, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.runspec import RunSpec
 
+MAX_BUFFERS = 1 << 26  # numbers beyond as many as there are parameters: masks and tables that are made, not fetched
+
 
 def base_of(spec: RunSpec, run_dir: Path) -> nn.Module:
     """The base as a peer handed it over, else as the spec names it.
@@ -52,14 +54,33 @@ def with_tokenizer(spec: RunSpec, run_dir: Path) -> RunSpec:
 def numel_of(folder: Path) -> int:
     """How many parameters the folder's configuration makes, tied ones once, without memory for them; raises SpecError.
 
-    A model with persistent buffers is refused: the digest does not cover them.
+    A model with persistent buffers is refused, since the digest does not cover them, and so is a tokenizer that does
+    not open or has more words than the model.
     """
     with torch.device("meta"):
         model = _built(_read_config(folder))
+    _check_buffers(model)
+    if (folder / TOKENIZER).is_file():
+        _check_tokenizer(folder, model.config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_buffers(model: nn.Module) -> None:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if beside := sorted(set(model.state_dict()) - parameters):
         raise SpecError([f"model.path: the base has {beside[0]} beside its parameters, which no digest covers"])
-    return sum(parameter.numel() for parameter in model.parameters())
+    most = sum(parameter.numel() for parameter in model.parameters()) + MAX_BUFFERS
+    if (found := sum(buffer.numel() for buffer in model.buffers())) > most:
+        raise SpecError([f"model.path: the base's configuration makes buffers of {found} numbers"])
+
+
+def _check_tokenizer(folder: Path, config: Any) -> None:
+    try:
+        words = HuggingFaceTokenizer(str(folder)).vocab_size
+    except Exception as error:  # as with a configuration, whatever the libraries raise
+        raise SpecError([f"data.tokenizer: the base's tokenizer does not open: {str(error)[:200]}"]) from error
+    if words > config.vocab_size:
+        raise SpecError([f"data.tokenizer: the base's tokenizer has {words} words, its model {config.vocab_size}"])
 
 
 def open_base(folder: Path) -> nn.Module:

@@ -126,6 +126,18 @@ def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path, about: d
         numel_of(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"{}", b"\0", b'{"version": "1.0", "model": {"type": "BPE", "vocab": 7}}'])
+def test_a_tokenizer_that_does_not_open_or_fit_is_refused(tmp_path: Path, content: bytes) -> None:
+    about = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**about, "vocab_size": 255, "num_hidden_layers": 1}))
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(SpecError, match="has 256 words, its model 255"):
+        numel_of(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(SpecError, match="tokenizer does not open"):
+        numel_of(tmp_path)
+
+
 def test_sizes_come_without_memory_for_them_and_without_foreign_code(tmp_path: Path) -> None:
     """Some 10^14 parameters; and what would have code fetched is not even looked at."""
     code = {"AutoConfig": "evil/repo--config.Evil", "AutoModelForCausalLM": "evil/repo--model.Evil"}

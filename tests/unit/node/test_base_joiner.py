@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -18,7 +19,15 @@ from peerloom.node.base_joiner import BaseJoiner
 from peerloom.node.donor import manifest_of
 from peerloom.node.virtual_time import VirtualClock, run_virtual
 from peerloom.protocol.base import BaseFiles, pack_files
-from peerloom.protocol.errors import BaseMissing, LinkError, NoDonor, SpecError
+from peerloom.protocol.errors import (
+    BaseMissing,
+    LinkError,
+    NoDonor,
+    RunMismatch,
+    SpecError,
+    StorageError,
+    VersionMismatch,
+)
 from peerloom.protocol.messages import FetchRequest, StateMessage, StatePiece
 from peerloom.protocol.types import PeerId, PeerRecord
 from tests.unit.node.wire import record_of
@@ -38,6 +47,7 @@ class Peer:
         self.pieces: int = changes.pop("pieces", 99)
         self.digest: str = changes.pop("digest", DIGEST)
         self.messages: int = changes.pop("messages", 0)
+        self.error: Exception | None = changes.pop("error", None)
         self.asked: list[FetchRequest] = []
 
 
@@ -97,6 +107,8 @@ class Swarm:
         peer = self.peers[record.peer_id]
         peer.asked.append(request)
         assert request.layout == peer.digest
+        if peer.error is not None:
+            raise peer.error
         if request.kind == "base_files":
             yield manifest_of(peer.files, round=0, step=0, layout=request.layout, held_out_loss=None)
             yield StatePiece(0, peer.files)
@@ -215,6 +227,21 @@ def test_a_configuration_that_lies_about_its_size_does_not_blame_the_honest(tmp_
     swarm.fetch = silent_files  # type: ignore[method-assign]
     joined(swarm)
     assert swarm.scored == [(PeerId("peer-0"), "bad_base")]
+
+
+def test_a_donor_that_cannot_hand_it_over_is_passed_over(tmp_path: Path) -> None:
+    errors = (RunMismatch("its configuration alone does not rebuild it"), VersionMismatch("too old"), LinkError("busy"))
+    swarm = joined(Swarm(tmp_path, *(Peer(error=error, messages=9) for error in errors), Peer()))
+    assert not swarm.scored
+
+
+def test_a_full_disk_is_no_donors_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(base_folder.os, "pwrite", full)
+    swarm = failed(Swarm(tmp_path, Peer(), Peer()), StorageError, "the disk is full; free some space")
+    assert swarm.asked(1) == [("base_files", 0)] and not swarm.scored
 
 
 def test_a_base_that_fewer_have_is_not_asked_for(tmp_path: Path) -> None:
