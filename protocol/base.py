@@ -39,7 +39,7 @@ _MAGIC = b"peerloom-base-1\0"
 # what could name code, another place to load from, or a machine's own path
 _LEFT_OUT = re.compile(
     r"^_|auto_map|implementation|quantization|use_kernels|kernel_config|remote_code|custom_|chat_template|name_or_path"
-    r"|transformers_|_file$|dtype"
+    r"|transformers_|_file$|dtype|^is_local$|local_files_only"
 )
 _REPEATED = re.compile(r"layer|expert|depth|(?:n|num)_block")
 _UNLIMITED = "model_max_length"  # of a tokenizer that has no limit: 10^30, as a float had it

@@ -39,7 +39,7 @@ CUTS = 5  # connections broken over the run
 RETRY_S = 0.1  # before one is made again: a node's own 5 s are only waited, and would be most of a short run
 THROUGHPUT = 50_000.0
 BACKLOG = 32_000  # messages that the sender lets pile up
-PING_EVERY_S = 10.0  # relayed links' keepalives; a direct one's are every 20 s, and gRPC's own at most every 10
+PING_EVERY_S = 10.0  # a relayed link's keepalives; a direct one's are every 20 s
 PING_BYTES = 2 * (9 + 8 + 5 + 1 + 16)  # a PING and its answer (RFC 9113, 6.7), each in a TLS record (RFC 8446, 5.2)
 
 

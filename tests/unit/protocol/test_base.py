@@ -93,7 +93,8 @@ def test_json_loses_what_could_name_code_or_places_and_keeps_the_rest() -> None:
     dropped = {
         "auto_map": {"AutoConfig": "r--m.C"}, "_attn_implementation": "r/k", "experts_implementation": "r/k",
         "quantization_config": {}, "tokenizer_file": "/etc/passwd", "name_or_path": "/home", "chat_template": "{{ 1 }}",
-        "transformers_weights": "x", "torch_dtype": "bfloat16", "trust_remote_code": True, "custom_generate": "r",
+        "transformers_weights": "x", "is_local": True, "torch_dtype": "bfloat16", "trust_remote_code": True,
+        "custom_generate": "r",
     }  # fmt: skip
     assert json.loads(cleaned("config.json", json.dumps({**kept, **dropped}).encode())) == kept
     unlimited = b'{"model_max_length": 1000000000000000019884624838656}'
