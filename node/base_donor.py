@@ -1,4 +1,4 @@
-"""Serves the base model to late joiners that have none: written to disk once, when the first one asks."""
+"""Serves the base model to late joiners that have none: written to disk once, when the first one asks for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ KINDS = {"base_files": base_folder.PACKED, "base": base_folder.WEIGHTS}  # by th
 
 
 class BaseDonor:
-    """One life's. `write` has the worker write the base into a folder; a base that was fetched is handed on as it is.
+    """One life's. `write` has the worker write the base into a folder, with or without its weights.
+
+    A base that was fetched is handed on as it is.
 
     What was written is a file without a name: the kernel keeps it as long as this process has it mapped.
     """
 
-    def __init__(self, clock: Clock, digest: str, run_dir: Path, write: Callable[[Path], Awaitable[None]]) -> None:
+    def __init__(
+        self, clock: Clock, digest: str, run_dir: Path, write: Callable[[Path, bool], Awaitable[None]]
+    ) -> None:
         self._run_dir, self._write = run_dir, write
         self._mapped: dict[str, mmap.mmap] = {}
         self._writing = asyncio.Lock()
@@ -36,28 +40,24 @@ class BaseDonor:
 
     async def _take(self, kind: str, digest: str) -> tuple[StateManifest, mmap.mmap]:
         async with self._writing:
-            if not self._mapped:
-                await self._map()
+            if kind not in self._mapped:
+                self._mapped[kind] = await self._map(kind)
         data = self._mapped[kind]
         describe = partial(manifest_of, data, round=0, step=0, layout=digest, held_out_loss=None)
         return await asyncio.to_thread(describe), data
 
-    async def _map(self) -> None:
+    async def _map(self, kind: str) -> mmap.mmap:
         folder = base_folder.fetched(self._run_dir)
         if folder is not None:
-            self._mapped = _mapped(folder)
-            return
+            return _mapped(folder / KINDS[kind])
         written = base_folder.empty(self._run_dir)
         try:
-            await self._write(written)
-            self._mapped = _mapped(written)
+            await self._write(written, kind == "base")
+            return _mapped(written / KINDS[kind])
         finally:
             shutil.rmtree(written, ignore_errors=True)
 
 
-def _mapped(folder: Path) -> dict[str, mmap.mmap]:
-    found = {}
-    for kind, name in KINDS.items():
-        with storage_errors(f"the base model in {folder}"), open(folder / name, "rb") as file:
-            found[kind] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return found
+def _mapped(path: Path) -> mmap.mmap:
+    with storage_errors(f"the base model {path}"), open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -17,7 +17,7 @@ from pathlib import Path
 from peerloom.node import base_folder
 from peerloom.node.context import Context
 from peerloom.node.flood_join import ask_manifest, fetch_whole
-from peerloom.node.flood_joiner import FLOODING, WITNESSES
+from peerloom.node.flood_joiner import FLOODING
 from peerloom.node.joiner import Joiner
 from peerloom.node.logs import short
 from peerloom.node.seams import SeedflowPort
@@ -25,6 +25,7 @@ from peerloom.protocol.base import MAX_FILES_BYTES, BaseFiles, Claim, choose_bas
 from peerloom.protocol.errors import (
     BaseMissing,
     LinkError,
+    MalformedMessage,
     NoDonor,
     PeerloomError,
     ProtocolError,
@@ -33,13 +34,14 @@ from peerloom.protocol.errors import (
     VersionMismatch,
 )
 from peerloom.protocol.membership import BAD_BASE
-from peerloom.protocol.messages import FetchRequest
+from peerloom.protocol.messages import FetchRequest, StateManifest
 from peerloom.protocol.transfer import FetchMachine
 from peerloom.protocol.types import PeerId
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+VOTERS = 5  # donors whose files are compared: digests of them, a few hundred bytes each
 MANIFESTS_S = 480.0  # for all donors; half of it for one, which first writes its base, between two flushes
 BAD_FILES = "bad_base_files"
 NONE_ALIKE = -1  # FetchMachine's skew: no piece stays that a new donor's manifest does not name
@@ -52,6 +54,7 @@ class BaseJoiner:
         self._context, self._worker = context, worker
         self._received = 0
         self._last = ""  # why the last donor failed
+        self._refused: set[PeerId] = set()  # whose weights had another digest
 
     async def fetch(self, missing: BaseMissing) -> None:
         """Fetches it; raises `missing` in a swarm of one, NoDonor when no peer could hand it over, or StorageError."""
@@ -80,53 +83,77 @@ class BaseJoiner:
         ]
 
     async def _fetched(self, digest: str, donors: Sequence[PeerId]) -> bool:
-        """Tries one donor's configuration after the other, each with everybody's weights."""
-        left = list(donors)
-        while left:
-            donor = left.pop(0)
-            folder = base_folder.empty(self._context.settings.run_dir)
-            try:
-                files, witnesses = await self._files(donor, digest, left)
-                base_folder.write_files(folder, files)
-                numel = await self._worker.base_numel(folder)
-                size = weight_bytes(numel, files.encoding)
-                await self._weights(digest, folder, files.encoding, size, [donor, *left])
-                self._done(digest, folder, files.encoding, witnesses)
-            except (SpecError, ProtocolError) as error:
-                self._refuse(donor, BAD_FILES, str(error))
-            except (LinkError, NoDonor, RunMismatch, VersionMismatch) as error:
-                self._last = str(error)
-                log.warning("no base model by the files of %s: %s", short(donor), error)
-            else:
-                return True
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Goes by the files that most donors have, with everybody's weights; then by those of the next ones."""
+        for alike in await self._votes(digest, donors[:VOTERS]):
+            for donor, announced in alike:
+                if donor in self._refused:
+                    continue
+                others = [peer for peer in donors if peer not in (donor, *self._refused)]
+                if await self._by_files_of(donor, announced, [donor, *others], len(alike) - 1):
+                    return True
         return False
 
-    async def _files(self, donor: PeerId, digest: str, others: Sequence[PeerId]) -> tuple[BaseFiles, int]:
-        """Configuration and tokenizer, and how many others have the same; raises LinkError where more have others."""
-        context, request = self._context, FetchRequest(digest, kind="base_files")
+    async def _votes(self, digest: str, donors: Sequence[PeerId]) -> list[list[tuple[PeerId, StateManifest]]]:
+        """Those that announce the same files together, the most first."""
+        request = FetchRequest(digest, kind="base_files")
+        found = await asyncio.gather(*(self._announced(donor, request) for donor in donors))
+        groups: dict[tuple[int, tuple[bytes, ...]], list[tuple[PeerId, StateManifest]]] = {}
+        for donor, manifest in zip(donors, found, strict=True):
+            if manifest is not None:
+                groups.setdefault((manifest.total_bytes, manifest.piece_digests), []).append((donor, manifest))
+        if len(groups) > 1:
+            log.warning("the peers have %d different configurations or tokenizers for one base", len(groups))
+        return sorted(groups.values(), key=len, reverse=True)
+
+    async def _announced(self, donor: PeerId, request: FetchRequest) -> StateManifest | None:
+        record = self._context.view.record_of(donor)
+        if record is None:
+            return None
+        try:
+            return await ask_manifest(self._context.transport, record, request, MAX_FILES_BYTES)
+        except PeerloomError as error:
+            self._last = str(error)
+            if isinstance(error, ProtocolError):
+                self._refuse(donor, BAD_FILES, str(error))
+            else:
+                log.info("%s does not hand over its base: %s", short(donor), error)
+        return None
+
+    async def _by_files_of(
+        self, donor: PeerId, announced: StateManifest, donors: list[PeerId], witnesses: int
+    ) -> bool:
+        folder, digest = base_folder.empty(self._context.settings.run_dir), announced.layout
+        try:
+            files = await self._files(donor, announced)
+            base_folder.write_files(folder, files)
+            numel = await self._worker.base_numel(folder)
+            size = weight_bytes(numel, files.encoding)
+            await self._weights(digest, folder, files.encoding, size, donors)
+            self._done(digest, folder, files.encoding, witnesses)
+        except (SpecError, ProtocolError) as error:
+            self._last = str(error)
+            if not witnesses:  # else it may be this node's libraries that are too old for it
+                self._refuse(donor, BAD_FILES, str(error))
+        except (LinkError, NoDonor, RunMismatch, VersionMismatch) as error:
+            self._last = str(error)
+        else:
+            return True
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        log.warning("no base model by the files of %s: %s", short(donor), self._last)
+        return False
+
+    async def _files(self, donor: PeerId, announced: StateManifest) -> BaseFiles:
+        """Configuration and tokenizer; raises LinkError or ProtocolError."""
+        context, request = self._context, FetchRequest(announced.layout, kind="base_files")
         record = context.view.record_of(donor)
         if record is None:
             raise LinkError("its record has expired")
-        data = await fetch_whole(context.transport, record, request, MAX_FILES_BYTES)
+        data = await fetch_whole(context.transport, record, request, announced.total_bytes)
         self._received += len(data)
-        files = unpack_files(data)
-        same = other = 0
-        for peer in others:
-            record = context.view.record_of(peer)
-            if record is None or same >= WITNESSES + other:
-                continue
-            try:
-                manifest = await ask_manifest(context.transport, record, request, MAX_FILES_BYTES)
-            except PeerloomError as error:
-                log.info("%s could not confirm the base's files: %s", short(peer), error)
-                continue
-            alike = manifest.piece_digests == base_folder.piece_digests(data, manifest.piece_bytes)
-            same, other = same + alike, other + (not alike)
-        if other >= max(1, same):
-            raise LinkError(f"{other} other peers have another configuration or tokenizer, {same} the same")
-        return files, same
+        if base_folder.piece_digests(data, announced.piece_bytes) != announced.piece_digests:
+            raise MalformedMessage("it hands over other files than it announced")
+        return unpack_files(data)
 
     async def _weights(self, digest: str, folder: Path, encoding: str, size: int, donors: list[PeerId]) -> None:
         """Streams them to disk and has them come to the digest; raises NoDonor or StorageError."""
@@ -151,6 +178,7 @@ class BaseJoiner:
             liar = sources[-1]  # every piece in place is as its manifest announced it
             self._refuse(liar, BAD_BASE, f"its weights have the digest {found[:16]}, not {digest[:16]}")
             candidates.remove(liar)
+            self._refused.add(liar)
             if liar == donors[0]:
                 break  # its files are not to be trusted either
         raise NoDonor(f"no peer's weights had the digest {digest[:16]}")

@@ -39,7 +39,7 @@ class Agreement:
         self._joiner: FloodJoiner | None = None
         self._machine: FloodMachine
         self._snapshots: list[asyncio.Future[tuple[StateManifest, bytes]]] = []
-        self._bases: list[tuple[Path, asyncio.Future[None]]] = []  # folders that the base is to be written into
+        self._bases: list[tuple[Path, bool, asyncio.Future[None]]] = []  # folders to write the base into
         self._hashed_at = context.clock.monotonic()
 
     def peers_changed(self) -> None:
@@ -107,19 +107,19 @@ class Agreement:
             if not future.done():
                 future.set_result((manifest, data))
 
-    async def _write_base(self, folder: Path) -> None:
+    async def _write_base(self, folder: Path, weights: bool) -> None:
         if self._driver is None:
             raise LinkError("this node holds no base model now")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._bases.append((folder, future))
+        self._bases.append((folder, weights, future))
         self._driver.changed.set()
         await future
 
     async def _give_base(self) -> None:
         """The worker takes one call after the other: this one between two flushes."""
-        folder, future = self._bases.pop()
+        folder, weights, future = self._bases.pop()
         try:
-            await self._worker.write_base(folder)
+            await self._worker.write_base(folder, weights)
         except PeerloomError as error:
             if not future.done():
                 future.set_exception(error)

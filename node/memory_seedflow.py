@@ -100,11 +100,12 @@ class MemorySeedflow:
         except (ValueError, KeyError) as error:
             raise SpecError([f"model.path: no configuration of this worker: {error}"]) from error
 
-    async def write_base(self, folder: Path) -> None:
+    async def write_base(self, folder: Path, weights: bool) -> None:
         """The numbers as they are."""
         self._check()
         base_folder.write_files(folder, BaseFiles("fp32", {CONFIG: json.dumps({"numel": NUMEL}).encode()}))
-        (folder / base_folder.WEIGHTS).write_bytes(self._base)
+        if weights:
+            (folder / base_folder.WEIGHTS).write_bytes(self._base)
 
     async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:
         """Takes steps, each `step_s` long; ends early when interrupted."""

@@ -379,8 +379,11 @@ class SeedflowPort(Protocol):
         """How many parameters the configuration in a folder makes, before start(); raises SpecError."""
         ...
 
-    async def write_base(self, folder: Path) -> None:
-        """Writes the base model into a folder, to be handed over; raises RunMismatch or StorageError."""
+    async def write_base(self, folder: Path, weights: bool) -> None:
+        """Writes the base model into a folder, to be handed over; without `weights` what stands beside them alone.
+
+        Raises RunMismatch or StorageError.
+        """
         ...
 
     async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:

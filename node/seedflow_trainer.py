@@ -105,7 +105,7 @@ class SeedflowTrainer(Agreement):
             self._base_donor = None
             for future in self._snapshots:
                 future.cancel()
-            for _, written in self._bases:
+            for *_, written in self._bases:
                 written.cancel()
             if driver is not None:
                 await driver.close()

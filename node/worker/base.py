@@ -21,7 +21,7 @@ from peerloom.node.durable import storage_errors
 from peerloom.node.worker.model import build_model, placed
 from peerloom.node.worker.seedflow_state import base_digest
 from peerloom.node.worker.tokenizer import HuggingFaceTokenizer, Tokenizer
-from peerloom.protocol.base import CONFIG, ENCODINGS, FILES, TOKENIZER, BaseFiles, cleaned, only_named
+from peerloom.protocol.base import CONFIG, FILES, TOKENIZER, BaseFiles, cleaned, only_named
 from peerloom.protocol.errors import BaseMissing, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.runspec import RunSpec
 
@@ -99,19 +99,23 @@ def open_base(folder: Path) -> nn.Module:
 def write_base(folder: Path, model: nn.Module, base: Mapping[str, Tensor], tokenizer: Tokenizer, digest: str) -> None:
     """Writes what open_base opens, from a model whose trained tensors were at first what `base` has of them.
 
-    Raises RunMismatch for a model that could not be built again from its configuration, or StorageError.
+    `digest` is the base's; without it no weights are written. Raises RunMismatch for a model that could not be built
+    again from its configuration, or StorageError.
     """
     tensors = [base.get(name, parameter.detach()) for name, parameter in model.named_parameters()]
     encoding = "bf16" if all(map(_fits_bf16, tensors)) else "fp32"
     found = BaseFiles(encoding, only_named({CONFIG: _config_text(model), **_tokenizer_files(tokenizer)}))
     base_folder.write_files(folder, found)
+    if _differs(folder, model) or numel_of(folder) != sum(tensor.numel() for tensor in tensors):
+        raise RunMismatch("this node's base model cannot be handed over: its configuration alone does not rebuild it")
+    if not digest:
+        return
     path = folder / base_folder.WEIGHTS
     with storage_errors(f"the base model {path}"), open(path, "wb") as file:
         for tensor in tensors:
             file.write(_bytes(tensor, encoding))
-    again = numel_of(folder) if not _differs(folder, model) else -1
-    if again * ENCODINGS[encoding] != path.stat().st_size or base_folder.weights_digest(path, encoding) != digest:
-        raise RunMismatch("this node's base model cannot be handed over: its configuration alone does not rebuild it")
+    if base_folder.weights_digest(path, encoding) != digest:
+        raise RunMismatch("this node's base model cannot be handed over: its weights have come to another digest")
 
 
 def _differs(folder: Path, model: nn.Module) -> bool:

@@ -189,6 +189,7 @@ class WriteBase:
     """Write the base model into this folder, to be handed over; answered by None."""
 
     folder: Path
+    weights: bool  # or what stands beside them alone
 
 
 @dataclass(frozen=True, slots=True)

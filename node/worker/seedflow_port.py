@@ -71,9 +71,9 @@ class SeedflowProcess(WorkerCalls):
         self.launch()
         return await self._call(messages.BaseNumel(folder), int)
 
-    async def write_base(self, folder: Path) -> None:
+    async def write_base(self, folder: Path, weights: bool) -> None:
         """Writes the base model, to be handed over; raises RunMismatch or StorageError."""
-        await self._call(messages.WriteBase(folder), NONE)
+        await self._call(messages.WriteBase(folder, weights), NONE)
 
     async def evaluate(self) -> Evaluation:
         """Held-out loss and accuracy."""

@@ -160,9 +160,9 @@ def test_the_cost_is_told_and_counted(tmp_path: Path) -> None:
     size = len(WEIGHTS) + len(pack_files(BaseFiles("fp32", FILES)))
     assert swarm.counts == {"base_fetched": 1, "base_fetched_bytes": size}
     assert swarm.said == [
-        f"fetched the base model for {size} bytes; its digest is the swarm's; 2 other peers have the same configuration"
+        f"fetched the base model for {size} bytes; its digest is the swarm's; 3 other peers have the same configuration"
     ]
-    assert swarm.journal == [{"kind": "base_fetched", "bytes": size, "digest": DIGEST, "witnesses": 2}]
+    assert swarm.journal == [{"kind": "base_fetched", "bytes": size, "digest": DIGEST, "witnesses": 3}]
     alone = joined(Swarm(tmp_path / "alone", Peer()))
     assert alone.said[0].endswith("nobody else could be found to have the same configuration")
 
@@ -194,6 +194,19 @@ def test_a_configuration_that_the_others_do_not_have_is_not_taken(tmp_path: Path
     assert config == {"numel": NUMEL} and not swarm.scored, "who of them is right nobody can prove"
 
 
+def test_of_two_that_disagree_neither_is_proven_a_liar_and_the_base_is_the_swarms(tmp_path: Path) -> None:
+    other = Peer(files={"config.json": json.dumps({"numel": NUMEL, "rms_norm_eps": 0.5}).encode()})
+    swarm = joined(Swarm(tmp_path, Peer(messages=9), other))
+    assert (swarm.run_dir / base_folder.FOLDER / "config.json").read_bytes() == FILES["config.json"]
+    assert not swarm.scored and swarm.journal[0]["witnesses"] == 0
+
+
+def test_files_that_most_have_and_that_make_no_model_here_speak_against_nobody(tmp_path: Path) -> None:
+    newer = Peer(files={"config.json": b'{"no": 1}'})
+    swarm = failed(Swarm(tmp_path, newer, newer), NoDonor, "makes no model")
+    assert not swarm.scored
+
+
 @pytest.mark.parametrize(
     "peer",
     [
@@ -207,7 +220,7 @@ def test_a_configuration_that_the_others_do_not_have_is_not_taken(tmp_path: Path
 def test_a_liar_alone_leaves_nothing_behind(tmp_path: Path, peer: Peer) -> None:
     swarm = failed(Swarm(tmp_path, peer), NoDonor, "/nowhere cannot be loaded; and no peer could hand over the base")
     assert swarm.counts["base_fetched"] == 0
-    assert len(peer.asked) < 20, "it is not asked without end"
+    assert len(peer.asked) < 30, "it is not asked without end"
 
 
 def test_a_configuration_that_lies_about_its_size_does_not_blame_the_honest(tmp_path: Path) -> None:

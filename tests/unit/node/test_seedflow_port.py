@@ -76,7 +76,9 @@ async def test_a_state_is_its_set_of_messages(make: Make, given: WorkerSetup) ->
     assert state == await other.export_state() and len(state) <= ready.state_bytes_max
     await worker.save(10)
     folder = base_folder.empty(given.run_dir)
-    await worker.write_base(folder)
+    await worker.write_base(folder, False)
+    assert not (folder / base_folder.WEIGHTS).exists()
+    await worker.write_base(folder, True)
     assert await other.base_numel(folder) == ready.numel
     weights = folder / base_folder.WEIGHTS
     assert base_folder.weights_digest(weights, "fp32") == ready.init_digest, "the base, whatever was trained since"
