@@ -13,6 +13,7 @@ from peerloom.node import base_folder
 from peerloom.node.donor import Donor, manifest_of
 from peerloom.node.durable import storage_errors
 from peerloom.node.seams import Clock
+from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage
 
 KINDS = {"base_files": base_folder.PACKED, "base": base_folder.WEIGHTS}  # by the file that carries it
@@ -21,28 +22,37 @@ KINDS = {"base_files": base_folder.PACKED, "base": base_folder.WEIGHTS}  # by th
 class BaseDonor:
     """One life's. `write` has the worker write the base into a folder, with or without its weights.
 
-    A base that was fetched is handed on as it is.
-
-    What was written is a file without a name: the kernel keeps it as long as this process has it mapped.
+    A base that was fetched is handed on as it is. What was written is a file without a name: the kernel keeps it as
+    long as this process has it mapped. Writing goes on when the joiner that asked has left: somebody will ask again.
     """
 
     def __init__(
         self, clock: Clock, digest: str, run_dir: Path, write: Callable[[Path, bool], Awaitable[None]]
     ) -> None:
         self._run_dir, self._write = run_dir, write
-        self._mapped: dict[str, mmap.mmap] = {}
-        self._writing = asyncio.Lock()
+        self._mapping: dict[str, asyncio.Task[mmap.mmap]] = {}
         self._donors = {kind: Donor(clock, digest, partial(self._take, kind, digest)) for kind in KINDS}
 
     def serve(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
         """As Donor.serve; a base has no rounds."""
         return self._donors[request.kind].serve(request, 0)
 
+    async def close(self) -> None:
+        """Ends what is under way, and gives back the disk."""
+        tasks = list(self._mapping.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._mapping.clear()
+
     async def _take(self, kind: str, digest: str) -> tuple[StateManifest, mmap.mmap]:
-        async with self._writing:
-            if kind not in self._mapped:
-                self._mapped[kind] = await self._map(kind)
-        data = self._mapped[kind]
+        if kind not in self._mapping:
+            self._mapping[kind] = asyncio.create_task(self._map(kind), name=f"write-{kind}")
+        try:
+            data = await asyncio.shield(self._mapping[kind])
+        except PeerloomError:
+            self._mapping.pop(kind, None)  # the next one may have more luck
+            raise
         describe = partial(manifest_of, data, round=0, step=0, layout=digest, held_out_loss=None)
         return await asyncio.to_thread(describe), data
 

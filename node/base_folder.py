@@ -41,12 +41,16 @@ def encoding_of(folder: Path) -> str:
 
 
 def empty(run_dir: Path) -> Path:
-    """A new folder beside the run's other things; one that an earlier life left there is removed."""
+    """A new folder beside the run's other things."""
     with storage_errors(f"the base model in {run_dir}"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        for left in run_dir.glob(f".{FOLDER}-*"):
-            shutil.rmtree(left, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=run_dir))
+
+
+def sweep(run_dir: Path) -> None:
+    """Removes what an earlier life that was killed left half written."""
+    for left in run_dir.glob(f".{FOLDER}-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_files(folder: Path, found: BaseFiles) -> None:

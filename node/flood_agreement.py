@@ -118,6 +118,8 @@ class Agreement:
     async def _give_base(self) -> None:
         """The worker takes one call after the other: this one between two flushes."""
         folder, weights, future = self._bases.pop()
+        if future.done():
+            return
         try:
             await self._worker.write_base(folder, weights)
         except PeerloomError as error:

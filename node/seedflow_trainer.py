@@ -102,11 +102,13 @@ class SeedflowTrainer(Agreement):
             await self._flood()
         finally:
             driver, self._driver, self._donor = self._driver, None, None
-            self._base_donor = None
+            base_donor, self._base_donor = self._base_donor, None
             for future in self._snapshots:
                 future.cancel()
             for *_, written in self._bases:
                 written.cancel()
+            if base_donor is not None:
+                await base_donor.close()
             if driver is not None:
                 await driver.close()
             if opened is not None:
@@ -118,6 +120,7 @@ class SeedflowTrainer(Agreement):
     async def _start(self) -> SeedflowReady:
         """The worker's start; a base that cannot be had here is fetched from a peer first."""
         context = self._context
+        base_folder.sweep(context.settings.run_dir)
         try:
             return await self._worker.start(context.worker_setup(), self._progress)
         except BaseMissing as missing:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from peerloom.node import base_folder
+from peerloom.node.base_donor import BaseDonor
+from peerloom.node.clock import SystemClock
 from peerloom.node.export import export
 from peerloom.node.worker.base import numel_of, open_base, write_base
 from peerloom.node.worker.model import build_model
@@ -20,6 +24,7 @@ from peerloom.node.worker.tokenizer import ByteTokenizer, save_byte_tokenizer
 from peerloom.protocol.base import BaseFiles, unpack_files
 from peerloom.protocol.errors import BaseMissing, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch
+from peerloom.protocol.messages import FetchRequest, StateManifest, StatePiece
 from peerloom.protocol.runspec import ModelSpec, RunSpec
 from peerloom.protocol.types import PeerId
 from tests.unit.node.test_gguf import write as write_gguf
@@ -163,3 +168,32 @@ def test_files_are_those_of_the_list_alone(tmp_path: Path) -> None:
     packed = base_folder.pack_files(found)
     base_folder.write_files(folder, unpack_files(packed))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", base_folder.PACKED]
+
+
+async def test_a_donor_goes_on_writing_when_its_joiner_leaves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    written, begun = asyncio.Event(), asyncio.Event()
+    calls: list[bool] = []
+
+    async def write(folder: Path, weights: bool) -> None:
+        calls.append(weights)
+        begun.set()
+        await written.wait()
+        (folder / base_folder.WEIGHTS).write_bytes(b"weights!")
+
+    donor = BaseDonor(SystemClock(), "ab" * 32, tmp_path, write)
+    request = FetchRequest("ab" * 32, kind="base")
+
+    async def served() -> list[object]:
+        return [message async for message in donor.serve(request)]
+
+    leaving = asyncio.create_task(served())
+    await begun.wait()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    written.set()
+    manifest, piece = await served()
+    assert isinstance(manifest, StateManifest) and manifest.total_bytes == 8
+    assert piece == StatePiece(0, b"weights!") and calls == [True]
+    await donor.close()
+    assert base_folder.fetched(tmp_path) is None and os.listdir(tmp_path) == []
