@@ -40,7 +40,7 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
         return export_stages([run_dir], spec, out_dir, force=force)
     if spec.method == "seedflow":
         return _export_sums(run_dir, spec, out_dir, force)
-    found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True)
+    found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True, moments=False)
     if found is None:
         why = "; ".join(notes) or "a node writes one as it trains and when it stops"
         raise CheckpointError(f"no intact checkpoint in {run_dir / 'checkpoints'}: {why}")

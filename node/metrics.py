@@ -87,6 +87,7 @@ COUNTERS = {  # of Facts.counters: the metric's name without its prefix, and wha
     "stage_copies_kept": "Copies of a stage now on this node's disk",
     "stage_copies_sent": "Copies of this node's stage offered to its keeper",
     "stage_copies_served": "Copies of a stage handed to others",
+    "stage_cpu_seconds": "CPU time of these passes and updates",
     "stages_left": "Stages this node gave up, to host another",
     "stages_taken_over": "Stages taken over from a host that was gone",
     "relayed_bytes": "Carried between others",

@@ -123,10 +123,14 @@ class Mixing:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known."""
+    """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known.
+
+    `cpu_seconds` is the worker's own part of it: less where others held the core, more with several threads.
+    """
 
     seconds: float
     loss: float | None = None
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,10 @@ def test_run_init_then_check(peer: Peer, tmp_path: Path) -> None:
     result = peer("run", "check", "mine.toml")
     assert result.exit_code == 0
     assert RunSpec().run_id in result.stdout
+    assert peer("run", "init", "deep.toml", "--method", "pipeline").exit_code == 0
+    assert "method pipeline" in peer("run", "check", "deep.toml").stdout
+    result = peer("run", "init", "odd.toml", "--method", "magic")
+    assert result.exit_code == 10 and "method = 'magic'" in result.stderr and not (tmp_path / "odd.toml").exists()
 
 
 def test_run_init_replaces_nothing_unless_told(peer: Peer, tmp_path: Path) -> None:
