@@ -370,7 +370,22 @@ class SeedflowPort(Protocol):
     """
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
-        """Builds the base model and the data; `progress(what, share)` while it does, and FIRST_STEP later, once."""
+        """Builds the base model and the data; `progress(what, share)` while it does, and FIRST_STEP later, once.
+
+        Raises BaseMissing when the base cannot be had here; may be called again once it lies in the run's folder, as
+        base_folder.py says.
+        """
+        ...
+
+    async def base_numel(self, folder: Path) -> int:
+        """How many parameters the configuration in a folder makes, before start(); raises SpecError."""
+        ...
+
+    async def write_base(self, folder: Path, weights: bool) -> None:
+        """Writes the base model into a folder, to be handed over; without `weights` what stands beside them alone.
+
+        Raises RunMismatch or StorageError.
+        """
         ...
 
     async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:
