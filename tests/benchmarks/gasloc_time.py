@@ -7,9 +7,11 @@ is that of the plain run and only its clock differs.
 GASLoC is not modelled but run: sixteen of the product's nodes, with their gossip machines, drivers, rounds and records,
 on a network in memory, under a spec that passes `check()`: rounds by the clock (`round_s`), one partner a round from
 "rendezvous", the whole model at once, the exchange beneath the next local steps (`overlap`). A node that waits, for a
-partner or for the end of a slow exchange, takes no steps, and those are the ticks that it has lost. The model stands for
-one `MODEL_SHARE` times as large, which links carry in the same time that are as many times faster: the sizes of chunks
-and the least rates, which are in bytes, are divided by it.
+partner or for the end of a slow exchange, takes no steps: those are the ticks that it loses. So it does with every
+exchange before a checkpoint, of which there is one in ten minutes.
+
+The model stands for one `MODEL_SHARE` times as large, which takes as long over links that are as many times faster: the
+sizes of chunks and the least rates, which are in bytes, are divided by it.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ COPY_TICKS = 4.0
 SLOW_LINK, SLOW_MACHINE = 10.0, 4
 TICK_S = 1.0
 LATENCY_S = 0.02
+CHECKPOINT_S = 600.0
 MODEL_SHARE = 64
 OWN_WINDOWS = 16  # of held-out text that a node judges itself and others by
 _IN_BYTES = (
@@ -95,7 +98,7 @@ def run_spec(setting: Setting, seed: int) -> RunSpec:
 
 
 class Machine(MemoryWorker):
-    """A worker that trains the benchmark's model; a step is over before an interruption is heeded, as in the product."""
+    """A worker that trains the benchmark's model; as in the product, it heeds an interruption after the step."""
 
     def __init__(self, index: int, setting: Setting, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -170,7 +173,7 @@ def run_in_time(
         for other in range(1, setting.workers):
             swarm.hub.set_link(identity(0), identity(other), latency_s=LATENCY_S, bandwidth=usual / world.link)
         swarm.start_all()
-        await swarm.until("all train", lambda: all(_began(member) is not None for member in swarm.members), every_s=0.01)
+        await swarm.until("training", lambda: all(_began(m) is not None for m in swarm.members), every_s=0.01)
         since = swarm.clock.monotonic()
         stacked = Stacked(Shape(), 1, seed)
         for tick in range(setting.h, setting.steps + 1, setting.h):
@@ -184,7 +187,7 @@ def run_in_time(
     plan = Plan(
         count=setting.workers, seed=seed, spec=run_spec(setting, seed), worker=worker, worker_start_s=0.0,
         step_s=lambda index: TICK_S * (world.machine if index == 0 else 1), latency_s=LATENCY_S, bandwidth=usual,
-        checkpoint_every_s=600.0, home=home,
+        checkpoint_every_s=CHECKPOINT_S, home=home,
     )  # fmt: skip
     with ExitStack() as stack:
         for module, name in _IN_BYTES:
