@@ -1,8 +1,8 @@
 """GASLoC against its baselines: loss at equal tokens and equal tuning, bytes sent, and time where one worker is slow.
 
 `--quick`: 8 workers, one setting each, within 60 s. Without a flag: 16 workers, the main families, tuned on one seed.
-`--full`: all families and sizes of swarm, 3 seeds. Finished runs are kept in results/gasloc/runs.jsonl and
-results/gasloc/time.jsonl, and never run twice.
+`--full`: all families and sizes of swarm, 3 seeds, and what overlap costs. Finished runs are kept in results/gasloc, in
+runs.jsonl, time.jsonl and overlap.jsonl, and never run twice.
 
 What a figure is not: each family's setting is chosen on seed 0 by the loss on the very held-out text that is reported,
 and seed 0 is in the mean over seeds, so that all are a little flattered, families with more candidates the most. The
@@ -22,6 +22,7 @@ import torch
 
 from tests.benchmarks.gasloc_methods import Setting
 from tests.benchmarks.gasloc_model import Shape
+from tests.benchmarks.gasloc_overlap import OVERLAP, SEEDS, overlap_rows
 from tests.benchmarks.gasloc_plot import Best, plot
 from tests.benchmarks.gasloc_sweep import EVERY_STEP, FAMILIES, LOCAL_STEPS, SIZES, Family, best, describe, sweep, tried
 from tests.benchmarks.gasloc_time import COPY_TICKS, SLOW_LINK, SLOW_MACHINE, World, stored_run, ticks_to
@@ -44,6 +45,7 @@ QUICK = ("GASLoC ring H=1", "gossip ring H=1", "GASLoC 1-peer H=1", "gossip 1-pe
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Runs what is missing, prints sweep and frontier, draws the plot, and gives the rows."""
     torch.set_num_threads(1)
+    processes = max(1, min(8, os.cpu_count() or 1))
     if arguments.quick:
         store, seeds = Store(None), 1
         families = quick_families()
@@ -52,7 +54,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         store = Store(RESULTS / "runs.jsonl")
         seeds = 3 if arguments.full else 1
         families = list(FAMILIES + SIZES if arguments.full else LOCAL_STEPS + EVERY_STEP)
-    sweep(families, seeds, store, max(1, min(8, os.cpu_count() or 1)), lambda line: print(line, flush=True))
+    sweep(families, seeds, store, processes, log)
     found = winners(families, seeds, store)
     if not arguments.quick:
         print_sweep(families, store)
@@ -62,7 +64,17 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         drawn = plot(list(equals.values()), Shape().numel, tokens(found[DILOCO][0]), RESULTS / "loss.png")
         print(f"plot: {RESULTS / 'loss.png'}" if drawn else "no plot: install the extra `bench` for matplotlib")
     timed = None if arguments.quick else RESULTS / "time.jsonl"
-    return [*loss_rows(equals), *size_rows(found), *time_rows(equals, timed)]
+    rows = [*loss_rows(equals), *size_rows(found), *time_rows(equals, timed)]
+    if arguments.full:
+        overlapped = Store(RESULTS / "overlap.jsonl")
+        sweep(OVERLAP, SEEDS, overlapped, processes, log)
+        rows += overlap_rows(overlapped)
+    return rows
+
+
+def log(line: str) -> None:
+    """A run that has ended, at once."""
+    print(line, flush=True)
 
 
 def quick_families() -> list[Family]:

@@ -15,6 +15,7 @@ from peerloom.protocol.errors import SpecError
 from tests.benchmarks import gasloc, gasloc_sweep, gasloc_time
 from tests.benchmarks.gasloc_methods import Setting, copies_per_step
 from tests.benchmarks.gasloc_model import Shape
+from tests.benchmarks.gasloc_overlap import OVERLAP, SEEDS, overlap_rows
 from tests.benchmarks.gasloc_plot import Best
 from tests.benchmarks.gasloc_sweep import FAMILIES, SIZES, Family, _wanted, best, outer, rates, tried
 from tests.benchmarks.gasloc_time import COPY_TICKS, Machine, World, run_in_time, run_spec, stored_run, ticks_to
@@ -189,6 +190,17 @@ def test_quick_has_what_its_rows_need() -> None:
     assert all(setting.workers == 8 for setting, _ in found.values())
     names = [row.name for row in gasloc.loss_rows(gasloc.of_one_size(found))]
     assert names[:2] == ["loss_h1_ring", "loss_h1_1peer"] and "loss_h16_half_bytes" in names
+
+
+def test_what_overlap_costs_is_read_from_its_runs_and_is_what_is_told_of_it() -> None:
+    store = Store(gasloc.RESULTS / "overlap.jsonl")
+    assert _wanted(OVERLAP, SEEDS, store) == []  # all are there
+    four, eight = overlap_rows(store)
+    assert (four.name, eight.name) == ("loss_overlap_4_steps", "loss_overlap_8_steps")
+    told = (gasloc.RESULTS.parents[3] / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    for row, span in ((four, "-0.1 to +0.7 %"), (eight, "+0.3 to +1.4 %")):
+        assert f"{span} in 4 runs" in row.setting and span in told
+    assert 1 < four.ratio < 1.003 < eight.ratio < 1.01
 
 
 # --- time
