@@ -1,6 +1,7 @@
 """GASLoC against its baselines: loss at equal tokens and equal tuning, bytes sent, and time where one worker is slow.
 
 `--quick`: 8 workers, one setting each, within 60 s. Without a flag: 16 workers, the main families, tuned on one seed.
+`--timed`: the runs in virtual time alone, against DiLoCo as the sweep has found it so far.
 `--full`: all families and sizes of swarm, 3 seeds, and what overlap costs. Finished runs are kept in results/gasloc, in
 runs.jsonl, time.jsonl and overlap.jsonl, and never run twice.
 
@@ -45,6 +46,8 @@ QUICK = ("GASLoC ring H=1", "gossip ring H=1", "GASLoC 1-peer H=1", "gossip 1-pe
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Runs what is missing, prints sweep and frontier, draws the plot, and gives the rows."""
     torch.set_num_threads(1)
+    if arguments.timed:
+        return time_rows(winners(FAMILIES, 1, Store(RESULTS / "runs.jsonl")), RESULTS / "time.jsonl")
     processes = max(1, min(8, os.cpu_count() or 1))
     if arguments.quick:
         store, seeds = Store(None), 1
@@ -249,5 +252,10 @@ def _loss_row(name: str, ours: Best, baseline: Best, note: str = "") -> Row:
     )
 
 
+def flags(parser: argparse.ArgumentParser) -> None:
+    """What only this benchmark has."""
+    parser.add_argument("--timed", action="store_true", help="the timed runs alone, against the sweep as it stands")
+
+
 if __name__ == "__main__":
-    main(__doc__ or "", measure)
+    main(__doc__ or "", measure, flags)

@@ -156,9 +156,7 @@ def held_out_loss(stacked: Stacked, params: Tensor, windows: int) -> float:
     return sum(pieces) / windows
 
 
-def run_in_time(
-    setting: Setting, seed: int, world: World, kind: Callable[..., Machine] = Machine, home: Path = Path("nowhere")
-) -> Result:
+def run_in_time(setting: Setting, seed: int, world: World, kind: Callable[..., Machine] = Machine) -> Result:
     """Runs the swarm for `setting.steps` ticks: the average's curve, and the share of the fast ones' ticks computed."""
     curve: list[tuple[int, float]] = []
     disks: list[MemoryDisk] = []
@@ -187,7 +185,7 @@ def run_in_time(
     plan = Plan(
         count=setting.workers, seed=seed, spec=run_spec(setting, seed), worker=worker, worker_start_s=0.0,
         step_s=lambda index: TICK_S * (world.machine if index == 0 else 1), latency_s=LATENCY_S, bandwidth=usual,
-        checkpoint_every_s=CHECKPOINT_S, home=home,
+        checkpoint_every_s=CHECKPOINT_S,
     )  # fmt: skip
     with ExitStack() as stack:
         for module, name in _IN_BYTES:
