@@ -98,9 +98,12 @@ def test_seven_honest_peers_hardly_notice_a_liar(clean: float, liar: type[Memory
 
 @pytest.mark.slow
 def test_a_liar_in_groups_of_four_is_stopped_by_whoever_meets_it() -> None:
-    """Three of seven are in its group in every round: were only the group's mean judged, it would ruin all."""
+    """Three of seven are in its group in every round: with only the group's mean judged the loss was ten times as high.
+
+    It stays among them, unlike at the rendezvous, so that what its groups average is less: over 300 rounds a third more.
+    """
     first, last, form = 50, 80, {"pairing": "scheduled", "group_size": 4}
     clean = final_loss(run(7, last=last, **form), first, last)
     swarm = run(8, Flipped, last=last, **form)
-    assert final_loss(swarm, first, last) <= 1.05 * clean
-    assert swarm.total("gossip_clipped") >= 7 and swarm.total("peers_left_alone") >= 7
+    assert final_loss(swarm, first, last) <= 1.5 * clean
+    assert swarm.total("gossip_clipped") >= 7 * (last - first)
