@@ -98,9 +98,9 @@ def test_seven_honest_peers_hardly_notice_a_liar(clean: float, liar: type[Memory
 
 @pytest.mark.slow
 def test_a_liar_in_groups_of_four_is_stopped_by_whoever_meets_it() -> None:
-    """Three of seven are in its group in every round: with only the group's mean judged the loss was ten times as high.
+    """Three of seven are in its group in every round: with only the group's mean judged the loss was tenfold.
 
-    It stays among them, unlike at the rendezvous, so that what its groups average is less: over 300 rounds a third more.
+    It stays among them, unlike at the rendezvous, so that its groups average less: over 300 rounds a third more loss.
     """
     first, last, form = 50, 80, {"pairing": "scheduled", "group_size": 4}
     clean = final_loss(run(7, last=last, **form), first, last)
