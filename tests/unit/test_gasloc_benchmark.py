@@ -237,10 +237,11 @@ def test_the_tick_of_a_target_is_the_first_at_or_below_it() -> None:
 
 
 class Still(Machine):
-    """Takes its time and learns nothing, though it does not stand quite still, which would be a fault."""
+    """Takes its time and learns nothing; it trembles, since who stands still is left alone."""
 
     def _pull(self) -> None:
-        self._params += 1e-4
+        noise = torch.Generator().manual_seed(1000 * self._index + self._disk.cursor)
+        self._params += 1e-4 * torch.randn(self._params.shape, generator=noise)
         self._disk.cursor += 1
         self._step += 1
         self._losses = torch.zeros(1)
