@@ -1,8 +1,10 @@
 """Checkpoints on disk: a folder a round, whole or absent, every byte under a BLAKE3 digest.
 
 `round-00000042/` holds theta and previous (`theta.safetensors`), the inner optimizer's state (`optimizer.safetensors`),
-`meta.json` and `manifest.json`, which names each file with its size and digest. It is written as a temporary sibling,
-fsynced, renamed, and the parent fsynced; nothing is ever unpickled.
+`meta.json` and `manifest.json`, which names each file with its size and digest. A node with several devices writes the
+same in parts (`checkpoint_parts`: theta as `model`, previous, moments), whose manifest names the parameters in their
+order; either is read wherever the other is. A folder is written as a temporary sibling, fsynced, renamed, and the
+parent fsynced; nothing is ever unpickled.
 
 A start takes the highest round that verifies, and that is the one last written, because two others leave the
 `round-N` names: a damaged one when a start passes it over (`.damaged-round-N`), and one above the round just saved
@@ -16,14 +18,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
 from safetensors import SafetensorError
 
+from peerloom.node.checkpoint_manifest import (
+    FILES,
+    FORMAT,
+    MANIFEST,
+    META,
+    TENSORS,
+    Damaged,
+    File,
+    fingerprint,
+    in_parts,
+    seal,
+    verify,
+)
 from peerloom.node.durable import fsync_dir, fsync_file, is_full, remove, storage_errors
 from peerloom.protocol.errors import MalformedMessage, StorageError
 
@@ -32,12 +46,10 @@ if TYPE_CHECKING:
 
 KEEP = 3
 KEEP_ASIDE = 2  # damaged and stale ones together
-FORMAT = 1
 MAX_STEP = 10**12  # of what a peer hands over: above it a count is made up
 _NAME = re.compile(r"round-(\d{8,})")
 _TEMPORARY, _OUTGOING = ".new-", ".old-"
 _DAMAGED, _STALE = ".damaged-", ".stale-"
-_FILES = ("theta.safetensors", "optimizer.safetensors", "meta.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +75,7 @@ class Meta:
 class Checkpoint:
     """State at the end of a round: flat fp32 `theta` and `previous`, inner optimizer tensors by name.
 
-    `params` only where they are not theta: in a run with fragments.
+    `params` only where they are not theta: in a run with fragments. `folder` is where it was read from.
     """
 
     meta: Meta
@@ -71,15 +83,12 @@ class Checkpoint:
     previous: torch.Tensor
     optimizer: dict[str, torch.Tensor]
     params: torch.Tensor | None = None
+    folder: Path | None = None
 
 
 def stage_folder(run_dir: Path, stage: int) -> Path:
     """Where a node keeps the checkpoints of a pipeline's stage, its own or another's."""
     return run_dir / f"stage-{stage:03d}" / "checkpoints"
-
-
-class _Damaged(Exception):
-    """One checkpoint does not verify; the message says why."""
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEEP) -> Path:
@@ -88,9 +97,35 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEEP) -> Path:
     A full disk is made room on: those set aside go first, then the oldest, the newest intact one never. Raises
     StorageError when the disk refuses all the same; nothing half-written is left.
     """
+    return _save_by(lambda temporary: _write_files(temporary, checkpoint), folder, checkpoint.meta.round, keep)
+
+
+def save_parts(
+    folder: Path,
+    meta: Meta,
+    parameters: Sequence[str],
+    write: Callable[[Path], Mapping[str, File]],
+    *,
+    keep: int = KEEP,
+) -> Path:
+    """As `save`, for a state of which `write` has the parts written, durably, to the empty folder that it is given.
+
+    `write` returns size and digest of each file; it may be called again, with room made on the disk. `parameters` are
+    in the order in which they lie in theta.
+    """
+
+    def fill(temporary: Path) -> None:
+        remove(temporary)
+        temporary.mkdir()
+        seal(temporary, asdict(meta), write(temporary), {"parameters": list(parameters)})
+
+    return _save_by(fill, folder, meta.round, keep)
+
+
+def _save_by(fill: Callable[[Path], None], folder: Path, round: int, keep: int) -> Path:
     while True:
         try:
-            return _save(folder, checkpoint, keep)
+            return _save(fill, folder, round, keep)
         except StorageError as error:
             if not is_full(error):
                 raise
@@ -102,13 +137,13 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEEP) -> Path:
                 raise
 
 
-def _save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    name = f"round-{checkpoint.meta.round:08d}"
+def _save(fill: Callable[[Path], None], folder: Path, round: int, keep: int) -> Path:
+    name = f"round-{round:08d}"
     target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
     with storage_errors(f"the checkpoint {target}", SafetensorError):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            _write_files(temporary, checkpoint)
+            fill(temporary)
             _swap_in(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already unless writing failed, whose error goes on
@@ -136,52 +171,73 @@ def _spare(folder: Path) -> list[Path]:
 
 
 def newest_intact(
-    folder: Path, *, read_only: bool = False, fits: Callable[[Checkpoint], None] = lambda checkpoint: None
+    folder: Path,
+    *,
+    read_only: bool = False,
+    fits: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    moments: bool = True,
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies and `fits`, if any, and a sentence for each damaged one passed over.
 
     `fits` raises ValueError for one that cannot be taken up, as a copy that came from a peer may be.
     The damaged are set aside, unless `read_only`: for a reader beside a live node, to whom one that is just being
-    replaced looks damaged.
+    replaced looks damaged. Without `moments` the optimizer's state is verified but left on disk.
     """
     damaged: list[str] = []
     for path in _rounds(folder):
         try:
-            found = load(path)
+            found = load(path, moments=moments)
             fits(found)
             return found, damaged
-        except (_Damaged, ValueError) as error:
+        except (Damaged, ValueError) as error:
             kept = "" if read_only else _try_set_aside(path)
             damaged.append(f"the checkpoint {path} is damaged ({error}) and was passed over{kept}")
     return None, damaged
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, moments: bool = True) -> Checkpoint:
     """Reads one checkpoint folder, every digest verified."""
-    from safetensors.torch import load_file
-
-    _verify(path)
+    manifest = verify(path)
     try:
-        meta = Meta(**json.loads((path / "meta.json").read_bytes()))
+        meta = Meta(**json.loads((path / META).read_bytes()))
         if meta.format != FORMAT:
-            raise _Damaged(f"format {meta.format}, this version reads {FORMAT}")
-        state = load_file(path / "theta.safetensors")
-        optimizer = load_file(path / "optimizer.safetensors")
+            raise Damaged(f"format {meta.format}, this version reads {FORMAT}")
+        state, optimizer = (_read_parts if in_parts(manifest) else _read_files)(path, manifest, moments)
         return Checkpoint(
             meta=meta,
             theta=state["theta"],
             previous=state["previous"],
             optimizer=optimizer,
             params=state.get("params"),
+            folder=path,
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _Damaged(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise Damaged(str(error)) from error
+
+
+_State = tuple[dict[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
+
+
+def _read_files(path: Path, manifest: Mapping[str, Any], moments: bool) -> _State:
+    from safetensors.torch import load_file
+
+    return load_file(path / "theta.safetensors"), load_file(path / "optimizer.safetensors") if moments else {}
+
+
+def _read_parts(path: Path, manifest: Mapping[str, Any], moments: bool) -> _State:
+    from peerloom.node.checkpoint_parts import MODEL, MOMENTS, Parts, flat, turned
+
+    kinds = {"theta": MODEL, "previous": "previous", "params": "params"}
+    found = {name: flat(path, kind, manifest["parameters"]) for name, kind in kinds.items()}
+    with Parts(path, MOMENTS) as parts:
+        optimizer = {turned(key): parts.read(key) for key in parts.keys()} if moments else {}
+    return {name: whole for name, whole in found.items() if whole is not None}, optimizer
 
 
 def newest_files(folder: Path) -> tuple[int, list[Path]] | None:
     """The newest checkpoint's number and files, the manifest last; None without one. Who reads them verifies them."""
     for path in _rounds(folder):
-        files = [path / name for name in (*_FILES, "manifest.json")]
+        files = [path / name for name in (*FILES, MANIFEST)]
         if all(file.is_file() for file in files):
             return int(path.name.removeprefix("round-")), files
     return None
@@ -206,7 +262,7 @@ def take_in(folder: Path, incoming: Path, spec_hash: str, stage: int, *, keep: i
         try:
             copy = load(incoming)
             meta = copy.meta
-        except _Damaged as error:
+        except Damaged as error:
             raise MalformedMessage(f"the copy of stage {stage} is damaged: {error}") from error
         if meta.spec_hash != spec_hash or (meta.pipeline or {}).get("stage") != stage:
             raise MalformedMessage(f"what came is no copy of stage {stage} of this run")
@@ -215,7 +271,7 @@ def take_in(folder: Path, incoming: Path, spec_hash: str, stage: int, *, keep: i
         if not all(bool(tensor.isfinite().all()) for tensor in (copy.theta, *copy.optimizer.values())):
             raise MalformedMessage(f"the copy of stage {stage} holds numbers that are none")
         with storage_errors(f"the copy of stage {stage} in {folder}"):
-            for name in (*_FILES, "manifest.json"):
+            for name in (*FILES, MANIFEST):
                 fsync_file(incoming / name)
             target = folder / f"round-{meta.round:08d}"
             _swap_in(incoming, target)
@@ -238,7 +294,7 @@ def clear_leftovers(folder: Path) -> None:
                 remove(path)
             elif path.name.startswith(_OUTGOING):
                 home = folder / path.name.removeprefix(_OUTGOING)
-                if home.exists() or not (path / "manifest.json").exists():
+                if home.exists() or not (path / MANIFEST).exists():
                     remove(path)
                 else:
                     path.rename(home)
@@ -254,12 +310,9 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
         state["params"] = checkpoint.params
     save_file(state, folder / "theta.safetensors")
     save_file(checkpoint.optimizer, folder / "optimizer.safetensors")
-    (folder / "meta.json").write_text(json.dumps(asdict(checkpoint.meta), indent=1))
-    files = {name: {"bytes": (folder / name).stat().st_size, "blake3": _digest(folder / name)} for name in _FILES}
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-    for name in (*_FILES, "manifest.json"):
+    for name in TENSORS:
         fsync_file(folder / name)
-    fsync_dir(folder)
+    seal(folder, asdict(checkpoint.meta), {name: fingerprint(folder / name) for name in TENSORS}, {})
 
 
 def _swap_in(temporary: Path, target: Path) -> None:
@@ -312,27 +365,10 @@ def _rounds(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _digest(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-
-
 def _fault(path: Path) -> str:
     """Why a checkpoint does not verify, "" when it does."""
     try:
-        _verify(path)
-    except _Damaged as error:
+        verify(path)
+    except Damaged as error:
         return str(error)
     return ""
-
-
-def _verify(path: Path) -> None:
-    try:
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
-        expected = {name: (files[name]["bytes"], files[name]["blake3"]) for name in _FILES}
-        for name, (size, digest) in expected.items():
-            if (found := (path / name).stat().st_size) != size:
-                raise _Damaged(f"{name} has {found} bytes instead of {size}")
-            if _digest(path / name) != digest:
-                raise _Damaged(f"{name} does not match its digest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f"{type(error).__name__}: {error}") from error

@@ -144,12 +144,13 @@ def export(
 def run_init(
     flags: Flags,
     path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The file to write.")] = Path("run.toml"),
+    method: Annotated[str, typer.Option(help="gasloc, seedflow or pipeline.")] = "gasloc",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a run.toml to start from."""
     from peerloom.node.cli_files import write_template
 
-    write_template(path, force=force)
+    write_template(path, method, force=force)
 
 
 @command(run_app, "check", home=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peerloom.node.folders import Folders
-from peerloom.node.specs import TEMPLATE, load_spec
+from peerloom.node.specs import load_spec, template
 from peerloom.protocol.errors import CheckpointError, ConfigError, SpecError, StorageError
 from peerloom.protocol.types import RunId
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from peerloom.node.export import Exported
 
 
-def write_template(path: Path, *, force: bool) -> None:
-    """Writes a run.toml with every key at its default; raises StorageError for one that is there, without `force`."""
+def write_template(path: Path, method: str, *, force: bool) -> None:
+    """Writes a run.toml with every key; raises StorageError for one that is there, without `force`, and SpecError."""
+    text = template(method)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(TEMPLATE)
+            file.write(text)
     except FileExistsError:
         raise StorageError(f"{path} is there already; name another file, or replace it with --force") from None
     except OSError as error:

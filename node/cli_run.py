@@ -22,7 +22,7 @@ def serve(config: NodeConfig, *, role: Role, invites: list[str], run_file: Path 
     """Runs a node to its end and returns its exit code.
 
     A node that starts a swarm prints `peer join INVITE` on stdout once it can be joined, a line for each address it
-    can be dialled at, the best first.
+    can be dialled at, the best first; what a late joiner's state cost is printed there too.
     """
     starts_swarm = not invites and not config.seeds
     spec = load_spec(run_file) if run_file is not None else embedded_spec() if starts_swarm else None
@@ -46,6 +46,7 @@ def serve(config: NodeConfig, *, role: Role, invites: list[str], run_file: Path 
                 on_joinable=on_joinable,
                 on_started=on_started,
                 on_status=progress.update,
+                on_said=lambda sentence: print(sentence, flush=True),
             )
         )
 

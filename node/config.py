@@ -156,8 +156,8 @@ class NodeConfig(BaseSettings):
     keep_checkpoints: int = _setting(3, "newest checkpoints kept", "an integer from 1 to 1000", ge=1, le=1000)
     http: str = _setting(
         DEFAULT_HTTP,
-        "where the page, /metrics, /healthz and /readyz are served; the default moves on to the next free port",
-        "none, or an IP address of this machine with a port, 127.0.0.1:9464 (port 0: any free one)",
+        "where the page, /metrics, /healthz and /readyz are served; auto: 127.0.0.1:9464, or the next free port",
+        "auto, none, or an IP address of this machine with a port, 127.0.0.1:9464 (port 0: any free one)",
     )
     tensorboard: Path | None = _setting(
         None, "folder for TensorBoard's event files; left out: none are written", "a folder"

@@ -57,6 +57,7 @@ class Context:
     journal: Journal
     progress: Callable[[str, float], None]
     joinable: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda sentence: None  # to whoever started the node
     sign: Callable[[bytes], bytes] = _no_key
     verify: Callable[[PeerId, bytes, bytes], bool] = verify
     draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -100,16 +100,18 @@ async def run_node(
     on_joinable: Callable[[NodeInfo], None],
     on_started: Callable[[list[tuple[str, float]]], None],
     on_status: Callable[[NodeStatus], None],
+    on_said: Callable[[str], None] = lambda sentence: None,
 ) -> int:
     """Runs one node until a signal (see stopping.py) or the end of the run; raises a PeerloomError that says why.
 
     `spec` starts a run, or must be the run of the invites; None takes the run that the invites lead to. `on_joinable`
-    is called when others can join, `on_started` after the first optimizer step with the seconds of each phase.
+    is called when others can join, `on_started` after the first optimizer step with the seconds of each phase,
+    `on_said` with a sentence for the terminal, as of what joining cost.
     """
     stopper = Stopper()
     stopper.install()
     try:
-        return await _run_node(config, role, invites, spec, stopper, on_joinable, on_started, on_status)
+        return await _run_node(config, role, invites, spec, stopper, on_joinable, on_started, on_status, on_said)
     except asyncio.CancelledError:
         if stopper.early:
             return 0
@@ -127,6 +129,7 @@ async def _run_node(
     on_joinable: Callable[[NodeInfo], None],
     on_started: Callable[[list[tuple[str, float]]], None],
     on_status: Callable[[NodeStatus], None],
+    on_said: Callable[[str], None],
 ) -> int:
     clock = SystemClock()
     phases = Phases(clock)
@@ -241,6 +244,7 @@ async def _run_node(
             journal=_journal(config, run_dir, clock, stack),
             progress=_progress(facts, on_status),
             joinable=joinable,
+            say=on_said,
             sign=identity.sign,
         )
         jobs = (driver.run,) if mapping is None else (driver.run, mapping.run)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from mmap import mmap
+from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -17,12 +19,16 @@ MAX_FETCHES = 4  # at once: each reads at the speed of its own link
 KEEP_S = 60.0  # a snapshot outlives its last reader by this, so that a broken fetch can go on
 
 
+Data: TypeAlias = bytes | mmap  # a slice of either is bytes
+Take: TypeAlias = Callable[[], Awaitable[tuple[StateManifest, Data]]]
+
+
 @dataclass(slots=True)
 class Snapshot:
     """theta at one round, and when it was last read."""
 
     manifest: StateManifest
-    data: bytes
+    data: Data
     read_at: float
 
     def piece(self, index: int) -> bytes:
@@ -32,7 +38,7 @@ class Snapshot:
 
 
 def manifest_of(
-    data: bytes, *, round: int, step: int, layout: str, held_out_loss: float | None, piece_bytes: int = CHUNK_BYTES
+    data: Data, *, round: int, step: int, layout: str, held_out_loss: float | None, piece_bytes: int = CHUNK_BYTES
 ) -> StateManifest:
     """Describes a snapshot; its name is the digest of the piece digests with the round."""
     digests = _digests(data, piece_bytes)
@@ -60,14 +66,14 @@ def piece_size(wished: int, total_bytes: int) -> int:
     return min(CHUNK_BYTES, max(wished or CHUNK_BYTES, least))
 
 
-def _digests(data: bytes, piece_bytes: int) -> tuple[bytes, ...]:
+def _digests(data: Data, piece_bytes: int) -> tuple[bytes, ...]:
     return tuple(blake3(data[i : i + piece_bytes]).digest() for i in range(0, len(data), piece_bytes))
 
 
 class Donor:
     """Holds at most one snapshot a round and two in all; `take` copies theta between rounds."""
 
-    def __init__(self, clock: Clock, layout: str, take: Callable[[], Awaitable[tuple[StateManifest, bytes]]]) -> None:
+    def __init__(self, clock: Clock, layout: str, take: Take) -> None:
         self._clock = clock
         self._layout = layout
         self._take = take

@@ -40,7 +40,7 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
         return export_stages([run_dir], spec, out_dir, force=force)
     if spec.method == "seedflow":
         return _export_sums(run_dir, spec, out_dir, force)
-    found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True)
+    found, notes = checkpoint.newest_intact(run_dir / "checkpoints", read_only=True, moments=False)
     if found is None:
         why = "; ".join(notes) or "a node writes one as it trains and when it stops"
         raise CheckpointError(f"no intact checkpoint in {run_dir / 'checkpoints'}: {why}")
@@ -53,15 +53,16 @@ def export(run_dir: Path, spec: RunSpec, out_dir: Path, *, force: bool = False) 
 
 def _export_sums(run_dir: Path, spec: RunSpec, out_dir: Path, force: bool) -> Exported:
     """As export(): the base model, as the spec names it, and the sums that the node wrote last."""
-    from peerloom.node.worker.model import build_model
+    from peerloom.node.worker.base import base_of, with_tokenizer
     from peerloom.node.worker.seedflow_state import read, restored
 
     about, sums = read(run_dir)
     if about.get("spec_hash") != spec.spec_hash():
         raise RunMismatch(f"the sums in {run_dir} belong to another run; export with that run's spec")
     _check_target(out_dir, force)
-    model = restored(build_model(spec), spec, about, sums)
-    _put(out_dir, lambda folder: _save_model(model, spec, folder))
+    model = restored(base_of(spec, run_dir), spec, about, sums)
+    named = with_tokenizer(spec, run_dir)
+    _put(out_dir, lambda folder: _save_model(model, named, folder))
     step = about["step"]
     assert isinstance(step, int)  # ours: checked by read()
     return Exported(out_dir, step // spec.seedflow.flush_steps, step, ())

@@ -8,6 +8,8 @@ until the next await on anything but the worker.
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 
 from peerloom.node.context import Context
 from peerloom.node.donor import manifest_of
@@ -17,10 +19,12 @@ from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.logs import short
 from peerloom.node.place import unless_draining
 from peerloom.node.seams import SeedflowPort
-from peerloom.protocol.errors import IdentityInUse, LinkError
+from peerloom.protocol.errors import IdentityInUse, LinkError, PeerloomError
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract
 from peerloom.protocol.messages import StateManifest
+
+log = logging.getLogger(__name__)
 
 RESYNC_RETRY_S = 10.0
 
@@ -35,6 +39,7 @@ class Agreement:
         self._joiner: FloodJoiner | None = None
         self._machine: FloodMachine
         self._snapshots: list[asyncio.Future[tuple[StateManifest, bytes]]] = []
+        self._bases: list[tuple[Path, bool, asyncio.Future[None]]] = []  # folders to write the base into
         self._hashed_at = context.clock.monotonic()
 
     def peers_changed(self) -> None:
@@ -55,6 +60,8 @@ class Agreement:
                 await self._answer(driver)
             elif self._snapshots:
                 await self._give_snapshot()
+            elif self._bases:
+                await self._give_base()
             else:
                 return
 
@@ -100,6 +107,29 @@ class Agreement:
             if not future.done():
                 future.set_result((manifest, data))
 
+    async def _write_base(self, folder: Path, weights: bool) -> None:
+        if self._driver is None:
+            raise LinkError("this node holds no base model now")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._bases.append((folder, weights, future))
+        self._driver.changed.set()
+        await future
+
+    async def _give_base(self) -> None:
+        """The worker takes one call after the other: this one between two flushes."""
+        folder, weights, future = self._bases.pop()
+        if future.done():
+            return
+        try:
+            await self._worker.write_base(folder, weights)
+        except PeerloomError as error:
+            if not future.done():
+                future.set_exception(error)
+            log.warning("the base model was not handed over: %s", error)
+        else:
+            if not future.done():
+                future.set_result(None)
+
     async def _hash(self) -> None:
         """Notes the hash of the state as it is; called where worker and machine agree."""
         self._hashed_at = self._clock.monotonic()
@@ -122,7 +152,7 @@ class Agreement:
     async def _wait(self, driver: FloodDriver, seconds: float) -> None:
         """Until something changes, or so long."""
         driver.changed.clear()
-        if driver.changes or driver.questions or self._snapshots or self._context.draining.is_set():
+        if driver.changes or driver.questions or self._snapshots or self._bases or self._context.draining.is_set():
             return
         try:
             async with asyncio.timeout(seconds):

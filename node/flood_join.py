@@ -52,11 +52,18 @@ def unpack(data: bytes) -> tuple[Snapshot, bytes]:
 
 async def fetch_state(transport: Transport, donor: PeerRecord, layout: str, state_bytes_max: int) -> Fetched:
     """A donor's state as it is; raises LinkError or ProtocolError."""
-    async with aclosing(transport.fetch(donor, FetchRequest(layout, kind="flood"))) as stream:
-        manifest = await _next(stream)
-        if not isinstance(manifest, StateManifest):
-            raise MalformedMessage("a state that begins without a manifest")
-        _check(manifest, layout, state_bytes_max + MAX_HEADER + _LENGTH)
+    request = FetchRequest(layout, kind="flood")
+    data = await fetch_whole(transport, donor, request, state_bytes_max + MAX_HEADER + _LENGTH)
+    snapshot, state = unpack(data)
+    if len(state) > state_bytes_max:
+        raise LimitExceeded(f"a state of {len(state)} bytes; this run's has {state_bytes_max} at most")
+    return Fetched(snapshot, state, len(data))
+
+
+async def fetch_whole(transport: Transport, donor: PeerRecord, request: FetchRequest, most: int) -> bytes:
+    """A state of at most so many bytes, each piece as the manifest announced it; raises LinkError or ProtocolError."""
+    async with aclosing(transport.fetch(donor, request)) as stream:
+        manifest = await _manifest(stream, request, most)
         data = bytearray()
         for index, digest in enumerate(manifest.piece_digests):
             piece = await _next(stream)
@@ -67,10 +74,13 @@ async def fetch_state(transport: Transport, donor: PeerRecord, layout: str, stat
             if blake3(piece.data).digest() != digest:
                 raise DigestMismatch(f"piece {index} is not the one that was announced")
             data += piece.data
-    snapshot, state = unpack(bytes(data))
-    if len(state) > state_bytes_max:
-        raise LimitExceeded(f"a state of {len(state)} bytes; this run's has {state_bytes_max} at most")
-    return Fetched(snapshot, state, len(data))
+    return bytes(data)
+
+
+async def ask_manifest(transport: Transport, donor: PeerRecord, request: FetchRequest, most: int) -> StateManifest:
+    """What a donor would send; raises LinkError or ProtocolError."""
+    async with aclosing(transport.fetch(donor, request)) as stream:
+        return await _manifest(stream, request, most)
 
 
 async def ask_hash(transport: Transport, peer: PeerRecord, heads: Sequence[Head]) -> bytes:
@@ -92,6 +102,14 @@ async def ask_hash(transport: Transport, peer: PeerRecord, heads: Sequence[Head]
     finally:
         await stream.close()
     raise LinkError("the stream ended before the state hash came")
+
+
+async def _manifest(stream: AsyncGenerator[StateMessage, None], request: FetchRequest, most: int) -> StateManifest:
+    manifest = await _next(stream)
+    if not isinstance(manifest, StateManifest):
+        raise MalformedMessage("a state that begins without a manifest")
+    _check(manifest, request.layout, most)
+    return manifest
 
 
 async def _next(stream: AsyncGenerator[StateMessage, None]) -> StateMessage:

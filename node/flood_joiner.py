@@ -34,6 +34,13 @@ def swarm_peers(context: Context) -> list[PeerRecord]:
     return sorted(found, key=lambda record: (-record.messages, record.peer_id))
 
 
+def confirmed_by(witnesses: int) -> str:
+    """What is known of a state's hash, in words."""
+    if not witnesses:
+        return "no other peer could confirm its hash: it is taken on the donor's word alone"
+    return f"its hash was confirmed by {witnesses} other {'peer' if witnesses == 1 else 'peers'}"
+
+
 class FloodJoiner:
     """Serves one life of a node; `join` may be called again when the state turns out to count a liar's messages."""
 
@@ -50,7 +57,8 @@ class FloodJoiner:
             self._context.facts.count("flood_refused_base")
             raise RunMismatch(
                 f"the base model here has the digest {self._ready.init_digest[:16]}, and that of the swarm "
-                f"{min(digests)[:16]}; give this node the same model files as the others"
+                f"{min(digests)[:16]}; give this node the same model files as the others, "
+                "or none at the path that the run names: then it fetches the base from a peer"
             )
 
     async def join(self, *, needed: bool, dropped: Callable[[], object] = lambda: None) -> bool:
@@ -103,7 +111,10 @@ class FloodJoiner:
         return self._machine.beyond(()) or []
 
     async def _confirmed(self, donor: PeerRecord, fetched: Fetched, own: bytes) -> int:
-        """How many other peers came to the same hash, WITNESSES at most; raises MalformedMessage when one did not."""
+        """How many other peers came to the same hash, WITNESSES at most; raises MalformedMessage when more did not.
+
+        None where nobody can tell, as in a swarm of two: the state is then taken on its donor's word.
+        """
         heads = [Head(mark.origin, mark.next, mark.chain) for mark in fetched.snapshot.marks]
         same = other = 0
         for peer in swarm_peers(self._context):
@@ -125,9 +136,11 @@ class FloodJoiner:
         facts.count("state_fetched")
         facts.count("state_fetched_bytes", fetched.size)
         total = self._machine.total()
-        log.info(
-            "joined at %d messages with %d bytes from %s, its hash confirmed by %d other peers",
-            total, fetched.size, short(donor.peer_id), witnesses,
+        self._context.say(f"joined at {total} messages for {fetched.size} bytes; {confirmed_by(witnesses)}")
+        log.log(
+            logging.INFO if witnesses else logging.WARNING,
+            "joined at %d messages with %d bytes from %s; %s",
+            total, fetched.size, short(donor.peer_id), confirmed_by(witnesses),
         )  # fmt: skip
         self._context.journal.write(
             "joined", messages=total, bytes=fetched.size, donor=donor.peer_id, witnesses=witnesses

@@ -6,7 +6,8 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
-DEFAULT: Final = "127.0.0.1:9464"  # the port that exporters for Prometheus commonly use
+DEFAULT: Final = "auto"
+FIRST_PORT: Final = 9464  # which exporters for Prometheus commonly use
 OFF: Final = "none"
 SERVED_AT: Final = "page, metrics and health on "  # what the log says when it is served, before the address
 
@@ -26,12 +27,14 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """`--http`: "none", or an IP address (in [] if v6) and a port, 0 for any; raises ValueError."""
+    """`--http`: "none", "auto", or an IP address (in [] if v6) and a port, 0 for any; raises ValueError."""
     if text == OFF:
         return None
+    if text == DEFAULT:
+        return Endpoint("127.0.0.1", FIRST_PORT, moves=True)
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     ipaddress.ip_address(host)
     if not (colon and port.isascii() and port.isdigit() and int(port) < 65_536):
         raise ValueError(text)
-    return Endpoint(host, int(port), moves=text == DEFAULT)
+    return Endpoint(host, int(port), moves=False)

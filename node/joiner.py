@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
-from peerloom.protocol.errors import BadPayload, LinkError, MalformedMessage, NoDonor, PeerloomError, ProtocolError
+from peerloom.protocol.errors import (
+    BadPayload,
+    LinkError,
+    MalformedMessage,
+    NoDonor,
+    PeerloomError,
+    ProtocolError,
+    StorageError,
+)
 from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
@@ -63,6 +71,7 @@ class Joiner:
         self._least_round = 0
         self._manifest_s: float | None = None
         self._waited = 0.0  # for manifests
+        self._fp32 = True
 
     async def fetch(
         self,
@@ -78,17 +87,40 @@ class Joiner:
         together takes at most `manifest_within_s`, half of it for one donor (None: no more than STALL_S for each).
         """
         theta = bytearray(total_bytes)
+
+        def store(offset: int, data: bytes) -> None:
+            theta[offset : offset + len(data)] = data
+
+        done, donors = await self.fetch_into(
+            machine, store, least_round=least_round, manifest_within_s=manifest_within_s
+        )
+        return FetchedState(done.round, done.step, theta, done.held_out_loss, donors)
+
+    async def fetch_into(
+        self,
+        machine: FetchMachine,
+        store: Callable[[int, bytes], None],
+        *,
+        least_round: int = 0,
+        manifest_within_s: float | None = None,
+        fp32: bool = True,
+    ) -> tuple[FetchDone, tuple[PeerId, ...]]:
+        """As `fetch`, each piece given to `store` with its offset; returns the end and whose pieces are in place.
+
+        Of a state that is not `fp32` no number is looked at: its digest is the caller's to check.
+        """
         self._sources = {}
         self._least_round, self._manifest_s = least_round, manifest_within_s
         self._waited = 0.0
+        self._fp32 = fp32
         effects = machine.start()
         while True:
             request, done = self._sort(effects)
             if done is not None:
                 sources = [peer for peer in self._sources if peer != done.donor]
-                return FetchedState(done.round, done.step, theta, done.held_out_loss, (*sources, done.donor))
+                return done, (*sources, done.donor)
             assert request is not None  # the machine's promise: it asks on, is done, or failed
-            effects = await self._read(machine, request, theta)
+            effects = await self._read(machine, request, store)
 
     def _sort(self, effects: list[FetchEffect]) -> tuple[StartFetch | None, FetchDone | None]:
         """Scores, and finds what comes next; raises NoDonor."""
@@ -105,16 +137,20 @@ class Joiner:
                     request = effect
         return request, None
 
-    async def _read(self, machine: FetchMachine, ask: StartFetch, theta: bytearray) -> list[FetchEffect]:
+    async def _read(
+        self, machine: FetchMachine, ask: StartFetch, store: Callable[[int, bytes], None]
+    ) -> list[FetchEffect]:
         """Feeds one donor's stream until the machine wants something else than the next piece."""
         record = self._records(ask.donor)
         if record is None:
             return machine.handle(DonorFailed(ask.attempt, "its record has expired"))
         try:
             async with aclosing(self._transport.fetch(record, ask.request)) as stream:
-                return await self._feed(machine, ask.attempt, stream, theta, record)
+                return await self._feed(machine, ask.attempt, stream, store, record)
         except TimeoutError:
             return machine.handle(DonorFailed(ask.attempt, "it sent nothing for too long"))
+        except StorageError:
+            raise  # this disk's: no donor mends it
         except PeerloomError as error:
             return machine.handle(DonorFailed(ask.attempt, str(error), isinstance(error, ProtocolError)))
 
@@ -123,19 +159,19 @@ class Joiner:
         machine: FetchMachine,
         attempt: int,
         stream: AsyncGenerator[StateMessage, None],
-        theta: bytearray,
+        store: Callable[[int, bytes], None],
         record: PeerRecord,
     ) -> list[FetchEffect]:
         message = await self._first(stream)
         while True:
             if message is None:
                 raise LinkError("its stream ended early")
-            if isinstance(message, StatePiece):
+            if isinstance(message, StatePiece) and self._fp32:
                 _check_piece(message)
-            elif isinstance(message, StateManifest):
+            if isinstance(message, StateManifest):
                 self._check_position(message, record)
             effects = machine.handle(_event(attempt, message))
-            if self._store(effects, message, theta):
+            if _stored(effects, message, store):
                 self._sources[record.peer_id] = None
                 self._progress("fetching the model", machine.progress)
                 effects = [effect for effect in effects if not isinstance(effect, StorePiece)]
@@ -163,12 +199,13 @@ class Joiner:
                 f"and from {self._least_round} to {most} could be taken over"
             )
 
-    def _store(self, effects: list[FetchEffect], message: StateMessage, theta: bytearray) -> bool:
-        for effect in effects:
-            if isinstance(effect, StorePiece) and isinstance(message, StatePiece):
-                theta[effect.offset : effect.offset + len(message.data)] = message.data
-                return True
-        return False
+
+def _stored(effects: list[FetchEffect], message: StateMessage, store: Callable[[int, bytes], None]) -> bool:
+    for effect in effects:
+        if isinstance(effect, StorePiece) and isinstance(message, StatePiece):
+            store(effect.offset, message.data)
+            return True
+    return False
 
 
 def _check_piece(piece: StatePiece) -> None:

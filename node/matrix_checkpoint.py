@@ -1,13 +1,11 @@
-"""Checkpoints of a sharded model: safetensors by name, each file written by the rank that owns what is in it.
+"""Checkpoints of a sharded model, written and read by all its ranks together.
 
-    <folder>/config.json                             where the model has one: AutoModelForCausalLM loads the folder
-             model-00001-of-00004.safetensors        one a rank that owns something
-             model.safetensors.index.json            the usual index of several files
-             moments-00001-of-00004.safetensors      optimizer tensors, "parameter/what"
-             state.json                              format, what the caller added, the optimizer's settings by group,
-                                                     size and BLAKE3 of each file
+The folder is one of parts (`checkpoint_parts`), with beside them
 
-A folder holds whole tensors, so any world size takes it up. It appears under its name whole or not at all.
+    state.json      format, what the caller added, the optimizer's settings by group, size and BLAKE3 of each part
+
+It holds whole tensors, so any world size takes it up. It appears under its name whole or not at all. For programs that
+shard a model themselves, over replicas too; a node's ranks write the same parts by way of `checkpoint.save_parts`.
 """
 
 from __future__ import annotations
@@ -15,15 +13,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from blake3 import blake3
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 
+from peerloom.node import checkpoint_parts as parts
+from peerloom.node.checkpoint_manifest import fingerprint
+from peerloom.node.checkpoint_parts import Parts
 from peerloom.node.durable import fsync_dir, fsync_file, remove, storage_errors
 from peerloom.optim.matrix_fsdp import OwnerOptimizer, ShardingError, sharding_of
 from peerloom.optim.matrix_fsdp.checkpoint import Share, owned_share, take_up
@@ -31,7 +30,7 @@ from peerloom.protocol.errors import CheckpointError, StorageError
 
 FORMAT = 1
 
-_INDEX, _STATE = "model.safetensors.index.json", "state.json"
+_STATE = "state.json"
 
 
 def save(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None, extra: Mapping[str, object]) -> None:
@@ -46,14 +45,14 @@ def save(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None, extra
     try:
         with _together(model):
             if _is_first(model):
-                _start(temporary, model)
+                _start(temporary)
         with _together(model):
             if _is_writer(model):
-                _write_share(temporary, share, *_place(model))
+                _write_share(temporary, *_place(model), share)
         with _together(model):
             if _is_first(model):
                 groups = optimizer.settings() if optimizer is not None else []
-                _finish(temporary, folder, {"extra": dict(extra), "groups": groups})
+                _finish(temporary, folder, {"extra": dict(extra), "groups": groups}, getattr(model, "config", None))
     except StorageError:
         if _is_first(model):
             shutil.rmtree(temporary, ignore_errors=True)  # what it cannot remove, the error that goes on explains
@@ -75,7 +74,7 @@ def load(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None = None
         problem = str(error)
     _tell(model, problem)
     try:
-        with _Files(folder, "model") as parameters, _Files(folder, "moments") as moments:
+        with Parts(folder, parts.MODEL) as parameters, Parts(folder, parts.MOMENTS) as moments:
             take_up(model, optimizer, parameters, moments, moments.keys())
         if optimizer is not None:
             optimizer.take_settings(state["groups"])
@@ -86,37 +85,6 @@ def load(folder: Path, model: nn.Module, optimizer: OwnerOptimizer | None = None
     _tell(model, problem)
     extra: dict[str, Any] = state["extra"]
     return extra
-
-
-class _Files:
-    """The tensors of all files of one kind; a Reader."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self._paths = sorted(folder.glob(f"{kind}-*-of-*.safetensors"))
-        self._stack = ExitStack()
-        self._found: dict[str, Any] = {}
-
-    def __enter__(self) -> _Files:
-        for path in self._paths:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._found |= dict.fromkeys(file.keys(), file)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def keys(self) -> list[str]:
-        return list(self._found)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._found[key].get_slice(key).get_shape())
-
-    def read(self, key: str, first: int = 0, rows: int | None = None) -> Tensor:
-        if rows is None:
-            whole: Tensor = self._found[key].get_tensor(key)
-            return whole
-        part: Tensor = self._found[key].get_slice(key)[first : first + rows]
-        return part
 
 
 def _place(model: nn.Module) -> tuple[int, int]:
@@ -164,48 +132,29 @@ def _tell(model: nn.Module, problem: str) -> None:
         raise CheckpointError(problem)
 
 
-def _start(temporary: Path, model: nn.Module) -> None:
-    config = getattr(model, "config", None)
+def _start(temporary: Path) -> None:
     with storage_errors(f"the checkpoint {temporary}"):
         remove(temporary)
         temporary.mkdir(parents=True)
-        if config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(temporary)
 
 
-def _write_share(temporary: Path, share: Share, rank: int, world_size: int) -> None:
-    part = f"{rank + 1:05d}-of-{world_size:05d}"
-    listed: dict[str, Any] = {}
-    with storage_errors(f"the checkpoint {temporary}", SafetensorError):
-        for kind, tensors in (("model", share.parameters), ("moments", share.moments)):
-            if not tensors:
-                continue
-            path = temporary / f"{kind}-{part}.safetensors"
-            whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            safetensors.torch.save_file(whole, path, metadata={"format": "pt"})
-            fsync_file(path)
-            size = sum(tensor.nbytes for tensor in whole.values())
-            listed[path.name] = {"keys": list(whole), "tensor_bytes": size, **_fingerprint(path)}
-        (temporary / f"part-{part}.json").write_text(json.dumps(listed))
+def _write_share(temporary: Path, rank: int, world_size: int, share: Share) -> None:
+    kinds = {parts.MODEL: share.parameters, parts.MOMENTS: share.moments}
+    written = parts.write_part(temporary, rank, world_size, kinds)
+    with storage_errors(f"the checkpoint {temporary}"):
+        (temporary / f"part-{rank + 1:05d}.json").write_text(json.dumps(written))
 
 
-def _finish(temporary: Path, folder: Path, state: Mapping[str, object]) -> None:
+def _finish(temporary: Path, folder: Path, state: Mapping[str, object], config: object) -> None:
     """The index and the list of files, then the name."""
     with storage_errors(f"the checkpoint {folder}"):
-        listed: dict[str, Any] = {}
+        written: dict[str, Any] = {}
         for path in sorted(temporary.glob("part-*.json")):
-            listed |= json.loads(path.read_bytes())
+            written |= json.loads(path.read_bytes())
             path.unlink()
-        models = {name: found for name, found in listed.items() if name.startswith("model-")}
-        index = {
-            "metadata": {"total_size": sum(found["tensor_bytes"] for found in models.values())},
-            "weight_map": {key: name for name, found in models.items() for key in found["keys"]},
-        }
-        files = {name: {"bytes": found["bytes"], "blake3": found["blake3"]} for name, found in listed.items()}
-        written = {_INDEX: index, _STATE: {"format": FORMAT, **state, "files": files}}
-        for name, content in written.items():
-            (temporary / name).write_text(json.dumps(content, indent=1))
-            fsync_file(temporary / name)
+        files = parts.finish(temporary, written, config)
+        (temporary / _STATE).write_text(json.dumps({"format": FORMAT, **state, "files": files}, indent=1))
+        fsync_file(temporary / _STATE)
         fsync_dir(temporary)
         _swap_in(temporary, folder)
 
@@ -236,12 +185,8 @@ def _verify(folder: Path, files: Mapping[str, Any], rank: int, world_size: int) 
     """Every world_size-th file: together the ranks see each once."""
     for name in sorted(files)[rank::world_size]:
         try:
-            found = _fingerprint(folder / name)
+            found = fingerprint(folder / name, threads=1)
         except OSError as error:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
         if found != files[name]:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its digest")
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "blake3": blake3().update_mmap(path).hexdigest()}

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from blake3 import blake3
+
+from peerloom.node import base_folder
 from peerloom.node.seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
-from peerloom.protocol.errors import MalformedMessage
+from peerloom.protocol.base import CONFIG, BaseFiles
+from peerloom.protocol.errors import BaseMissing, MalformedMessage, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
 
 MATRICES, RANK = 3, 4
+NUMEL = MATRICES * RANK * RANK
 _MIX = 0x9E3779B97F4A7C15  # any odd number: coordinates are to look drawn
 _LEAST, _MOST = -(2**63), 2**63 - 1
 
@@ -41,10 +47,13 @@ def written(sums: Counter[Place]) -> bytes:
 
 
 class MemorySeedflow:
-    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`."""
+    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`.
 
-    def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, salt: str = "") -> None:
-        self._salt = salt
+    With `bare` it has no base but the one that a peer handed over.
+    """
+
+    def __init__(self, *, step_s: float = 0.1, start_s: float = 0.0, salt: str = "", bare: bool = False) -> None:
+        self._salt, self._bare = salt, bare
         self._step_s, self._start_s = step_s, start_s
         self._sums: Counter[Place] = Counter()
         self._interrupted = asyncio.Event()
@@ -68,14 +77,35 @@ class MemorySeedflow:
         self._check()
         self._setup, self._progress = setup, progress
         self._period = setup.spec.seedflow.period
-        digest = hashlib.sha256(f"base {setup.spec.seed}".encode()).hexdigest()
+        self._base = struct.pack(f"<{NUMEL}f", *(setup.spec.seed + index / 7 for index in range(NUMEL)))
+        if self._bare:
+            folder = base_folder.fetched(setup.run_dir)
+            if folder is None:
+                raise BaseMissing(["model.path: this worker has no base"])
+            self._base = (folder / base_folder.WEIGHTS).read_bytes()
+        digest = blake3(self._base).hexdigest()
         progress("model", 1.0)
         return SeedflowReady(
             init_digest=digest,
             layout_digest=hashlib.sha256(b"sums").hexdigest(),
-            numel=MATRICES * RANK * RANK,
+            numel=NUMEL,
             state_bytes_max=64 * MATRICES * RANK * RANK * setup.spec.seedflow.periods() + 64,
         )
+
+    async def base_numel(self, folder: Path) -> int:
+        """What the configuration says itself."""
+        self._check()
+        try:
+            return int(json.loads((folder / CONFIG).read_bytes())["numel"])
+        except (ValueError, KeyError) as error:
+            raise SpecError([f"model.path: no configuration of this worker: {error}"]) from error
+
+    async def write_base(self, folder: Path, weights: bool) -> None:
+        """The numbers as they are."""
+        self._check()
+        base_folder.write_files(folder, BaseFiles("fp32", {CONFIG: json.dumps({"numel": NUMEL}).encode()}))
+        if weights:
+            (folder / base_folder.WEIGHTS).write_bytes(self._base)
 
     async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:
         """Takes steps, each `step_s` long; ends early when interrupted."""

@@ -140,6 +140,7 @@ class PipelineTrainer:
             lane=lane,
             held_out=spec.train.eval_batches * self._spec.microbatches,
             limit=self._limit(),
+            updates=self._updates(),
         )
         reports = StageReports(
             count=self._facts.count,
@@ -151,13 +152,15 @@ class PipelineTrainer:
         form = TensorForm.of(spec, ready.payload_bytes)
         return StageDriver(machine, self._worker, self._clock, spec, form, reports, lane)
 
+    def _updates(self) -> int | None:
+        """Those of the run's budget."""
+        budget = self._context.spec.token_budget
+        return -(-budget // self._tokens_an_update) if budget else None
+
     def _limit(self) -> int | None:
-        """The updates after which the run is done."""
-        spec, most = self._context.spec, self._context.settings.max_rounds
-        if not spec.token_budget:
-            return most
-        updates = -(-spec.token_budget // (spec.train.batch_size * spec.data.sequence_length))
-        return updates if most is None else min(updates, most)
+        """The updates after which the run is done here."""
+        ends = [each for each in (self._updates(), self._context.settings.max_rounds) if each is not None]
+        return min(ends, default=None)
 
     async def _host(self, stage: int, ready: WorkerReady) -> None:
         facts, context = self._facts, self._context

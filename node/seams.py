@@ -165,6 +165,7 @@ class WorkerSetup:
     threads: int = 0  # torch CPU threads; 0: torch's own choice
     nice: int = 0  # how far the training steps back for other programs, 19 at most
     stage: int = 0  # of a pipeline
+    lost_s: float = 60.0  # of several ranks, one that says nothing for so long while others wait for it is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,7 @@ class WorkerReady:
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
     replica_bytes: int = 0  # of a stage's encoded weights
     pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint.Meta
+    owners: str = ""  # which of several ranks holds how much, as a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +370,22 @@ class SeedflowPort(Protocol):
     """
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
-        """Builds the base model and the data; `progress(what, share)` while it does, and FIRST_STEP later, once."""
+        """Builds the base model and the data; `progress(what, share)` while it does, and FIRST_STEP later, once.
+
+        Raises BaseMissing when the base cannot be had here; may be called again once it lies in the run's folder, as
+        base_folder.py says.
+        """
+        ...
+
+    async def base_numel(self, folder: Path) -> int:
+        """How many parameters the configuration in a folder makes, before start(); raises SpecError."""
+        ...
+
+    async def write_base(self, folder: Path, weights: bool) -> None:
+        """Writes the base model into a folder, to be handed over; without `weights` what stands beside them alone.
+
+        Raises RunMismatch or StorageError.
+        """
         ...
 
     async def steps(self, count: int, first_step: int, first_sequence: int) -> StepsTaken:

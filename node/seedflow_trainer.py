@@ -6,6 +6,9 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
+from peerloom.node import base_folder
+from peerloom.node.base_donor import KINDS, BaseDonor
+from peerloom.node.base_joiner import BaseJoiner
 from peerloom.node.context import Context
 from peerloom.node.donor import Donor
 from peerloom.node.flood_agreement import Agreement
@@ -14,7 +17,7 @@ from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.place import unless_draining
 from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken
-from peerloom.protocol.errors import LinkError, NoDonor, RunMismatch, StorageError
+from peerloom.protocol.errors import BaseMissing, LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.flood import REPAIR_S, FloodMachine
 from peerloom.protocol.lifecycle import budget_spent
 from peerloom.protocol.messages import FetchRequest, StateMessage
@@ -37,6 +40,7 @@ class SeedflowTrainer(Agreement):
     def __init__(self, context: Context, worker: SeedflowPort) -> None:
         super().__init__(context, worker)
         self._donor: Donor | None = None
+        self._base_donor: BaseDonor | None = None
         self._log: FloodLog
         self._saved_at = context.clock.monotonic()
         self._evaluated = -1
@@ -57,7 +61,15 @@ class SeedflowTrainer(Agreement):
         await self._driver.serve(stream)  # type: ignore[arg-type]  # M is what FLOOD carries
 
     async def fetch(self, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
-        """Serves this node's sums; raises LinkError while there are none."""
+        """Serves this node's sums, or the base beneath them; raises LinkError while there are none."""
+        if request.kind in KINDS:
+            if self._base_donor is None:
+                raise LinkError("this node holds no base model yet")
+            async for message in self._base_donor.serve(request):
+                yield message
+            if request.kind == "base":
+                self._facts.count("base_served")
+            return
         if self._donor is None:
             raise LinkError("this node holds no state yet")
         if request.kind != "flood":
@@ -80,8 +92,7 @@ class SeedflowTrainer(Agreement):
         """The whole life: returns when drained, or when the run is done, with a checkpoint written."""
         opened: FloodLog | None = None
         try:
-            starting = self._worker.start(self._context.worker_setup(), self._progress)
-            ready = await unless_draining(self._context.draining, starting)
+            ready = await unless_draining(self._context.draining, self._start())
             self._context.phases.mark("worker")
             self._note_ready(ready)
             settings, run_id = self._context.settings, self._context.spec.run_id
@@ -91,8 +102,13 @@ class SeedflowTrainer(Agreement):
             await self._flood()
         finally:
             driver, self._driver, self._donor = self._driver, None, None
+            base_donor, self._base_donor = self._base_donor, None
             for future in self._snapshots:
                 future.cancel()
+            for *_, written in self._bases:
+                written.cancel()
+            if base_donor is not None:
+                await base_donor.close()
             if driver is not None:
                 await driver.close()
             if opened is not None:
@@ -100,6 +116,18 @@ class SeedflowTrainer(Agreement):
             await self._worker.stop()
 
     # beginnings
+
+    async def _start(self) -> SeedflowReady:
+        """The worker's start; a base that cannot be had here is fetched from a peer first."""
+        context = self._context
+        base_folder.sweep(context.settings.run_dir)
+        try:
+            return await self._worker.start(context.worker_setup(), self._progress)
+        except BaseMissing as missing:
+            base_folder.discard(context.settings.run_dir)  # if it is what is damaged
+            await BaseJoiner(context, self._worker).fetch(missing)
+        context.facts.enter("starting", "building the model that was fetched")
+        return await self._worker.start(context.worker_setup(), self._progress)
 
     def _progress(self, what: str, share: float) -> None:
         if what == FIRST_STEP:
@@ -147,6 +175,7 @@ class SeedflowTrainer(Agreement):
         self._log.items.clear()
         facts.tokens = machine.next_sequence * context.spec.train.batch_size * context.spec.data.sequence_length
         self._donor = Donor(self._clock, facts.layout_digest, self._take_snapshot)
+        self._base_donor = BaseDonor(self._clock, facts.init_digest, context.settings.run_dir, self._write_base)
         self._driver = FloodDriver(
             machine,
             facts.peer_id,

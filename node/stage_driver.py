@@ -269,6 +269,7 @@ class StageDriver:
         ran = await self._worker.ask(command, messages.Ran)
         self._computing_since = None
         self._reports.count("stage_busy_seconds", ran.seconds)
+        self._reports.count("stage_cpu_seconds", ran.cpu_seconds)
         return ran
 
     async def _save(self, ledger: dict[int, tuple[int, list[int]]]) -> None:

@@ -45,8 +45,10 @@ class BasisRotatedAdam(Optimizer):
     A parameter's state holds `step`, `exp_avg`, `exp_avg_sq` (both in the rotated basis) and, where they are used,
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).
 
-    Raises ValueError for hyper-parameters out of range, and in `step` for a first gradient that is not finite and for
-    a weight whose rotated sides were changed after its first step.
+    Raises ValueError for hyper-parameters out of range, and in `step` for a weight whose rotated sides were changed
+    after its first step; NonFiniteGradient, a ValueError, for a rotated weight's gradient that is NaN, infinite, or so
+    large that its squares are, which would stay in L, R and the bases for good: nothing has changed then, and the step
+    may be left out.
     """
 
     stack_type: type[RotatedStack] = RotatedStack  # what takes the steps of equal-shaped weights
@@ -112,8 +114,9 @@ class BasisRotatedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rotated: list[tuple[Tensor, Group]] = []
+        plains: list[tuple[list[Tensor], Group]] = []
         for group in self.param_groups:
-            plain = []
+            plain: list[Tensor] = []
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -123,9 +126,14 @@ class BasisRotatedAdam(Optimizer):
                     rotated.append((parameter, group))
                 else:
                     plain.append(parameter)
+            plains.append((plain, group))
+        stacks = self._stacked(rotated)
+        for stack in stacks:
+            stack.check()
+        for plain, group in plains:
             if plain:
                 self._step_plain(plain, group)
-        for stack in self._stacked(rotated):
+        for stack in stacks:
             stack.step()
         return loss
 

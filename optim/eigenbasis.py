@@ -9,7 +9,7 @@ comes from a power step of the last, whose columns are sorted first, and the sec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ from torch import Tensor
 
 Source = Literal["1st", "2nd"]
 Geometry = Literal["unilateral", "bilateral"]
+
+
+class NonFiniteGradient(ValueError):
+    """A gradient, or what was gathered of gradients, is NaN, infinite, or too large to be squared."""
 
 
 class Rotation(NamedTuple):
@@ -50,15 +54,28 @@ def rotated_sides(m: int, n: int, geometry: Geometry, max_side: int) -> tuple[bo
     return (fits[0], False) if m < n else (False, fits[1])
 
 
+def no_basis(shape: Sequence[int]) -> NonFiniteGradient:
+    """What is raised where a matrix of that shape is not finite."""
+    return NonFiniteGradient(
+        f"no eigenbasis of {tuple(shape)}: the gradient holds NaN or infinity; skip the step or lower the rate"
+    )
+
+
 def first_from_covariance(left: Tensor | None, right: Tensor | None) -> Rotation:
-    """The eigenvectors of L and R, the largest eigenvalue's first; raises ValueError where they are not finite."""
+    """The eigenvectors of L and R, the largest eigenvalue's first.
+
+    Raises NonFiniteGradient where these are not finite.
+    """
     return Rotation(*(None if side is None else _robust(_descending, side)[0] for side in (left, right)))
 
 
 def next_from_covariance(
     last: Rotation, left: Tensor | None, right: Tensor | None, second: Tensor
 ) -> tuple[Rotation, Tensor]:
-    """One power step on each side, and the second moment (..., m, n) permuted on the sides that were sorted."""
+    """One power step on each side, and the second moment (..., m, n) permuted on the sides that were sorted.
+
+    Raises NonFiniteGradient where L or R is not finite.
+    """
     bases: list[Tensor | None] = []
     for basis, covariance, dim in ((last.left, left, -2), (last.right, right, -1)):
         if basis is None or covariance is None:
@@ -72,7 +89,7 @@ def next_from_covariance(
 
 
 def first_from_moment(moment: Tensor, sides: tuple[bool, bool]) -> Rotation:
-    """The singular vectors of M (..., m, n) on the sides asked for; raises ValueError as above.
+    """The singular vectors of M (..., m, n) on the sides asked for; raises NonFiniteGradient as above.
 
     Both together are in full; one alone must be the shorter side's, as `rotated_sides` has it.
     """
@@ -81,7 +98,12 @@ def first_from_moment(moment: Tensor, sides: tuple[bool, bool]) -> Rotation:
 
 
 def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Rotation, Tensor]:
-    """One power step of M M^T or M^T M; with both sides, through M itself: U from M V, then V from M^T U."""
+    """One power step of M M^T or M^T M; with both sides, through M itself: U from M V, then V from M^T U.
+
+    Of a longer side M says a part alone, the range of M or M^T. There the paper's QR leaves the rest to chance, to be
+    drawn anew each time under second moments that stay; here the rest is the last basis's own, its weakest columns made
+    orthogonal to the range, so that each keeps the second moment it gathered. Raises NonFiniteGradient as above.
+    """
     left, right = last
     if left is not None:
         order = (moment.mT @ left).square().sum(-2).argsort(dim=-1, descending=True, stable=True)
@@ -90,8 +112,8 @@ def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Ro
         order = (moment @ right).square().sum(-2).argsort(dim=-1, descending=True, stable=True)
         right, second = _permute(right, order, -1), _permute(second, order, -1)
     if left is not None and right is not None:
-        left = _orthogonal(moment @ right)
-        right = _orthogonal(moment.mT @ left)
+        left = _orthogonal(_filled(moment @ right, left))
+        right = _orthogonal(_filled(moment.mT @ left, right))
     elif left is not None:
         left = _orthogonal(moment @ (moment.mT @ left))
     elif right is not None:
@@ -99,10 +121,16 @@ def next_from_moment(last: Rotation, moment: Tensor, second: Tensor) -> tuple[Ro
     return Rotation(left, right), second
 
 
+def _filled(image: Tensor, last: Tensor) -> Tensor:
+    """(..., m, n) -> (..., m, max(m, n)): with `last`'s columns from n on behind its own."""
+    return torch.cat([image, last[..., image.shape[-1] :]], dim=-1)
+
+
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """(..., m, n) -> (..., m, m): the complete Q of its QR."""
-    mode = "complete" if matrix.shape[-2] > matrix.shape[-1] else "reduced"
-    basis: Tensor = torch.linalg.qr(matrix, mode=mode).Q
+    """(..., m, n) with n >= m -> (..., m, m): the Q of its QR."""
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    if not bool(basis.isfinite().all()):
+        raise no_basis(matrix.shape)
     return basis
 
 
@@ -134,6 +162,4 @@ def _robust(decompose: Callable[[Tensor], tuple[Tensor, ...]], matrix: Tensor) -
             continue
         if all(bool(part.isfinite().all()) for part in found):
             return tuple(part.to(matrix.dtype).contiguous() for part in found)
-    raise ValueError(
-        f"no eigenbasis of {tuple(matrix.shape)}: the gradient holds NaN or infinity; skip the step or lower the rate"
-    )
+    raise no_basis(matrix.shape)

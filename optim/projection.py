@@ -19,10 +19,11 @@ COUNT = 32
 _ROWS = 1 << 12  # handled at a time
 
 
-def project(theta: Tensor, seed: int, count: int = COUNT) -> Tensor:
+def project(theta: Tensor, seed: int, count: int = COUNT, share: tuple[int, int] = (0, 1)) -> Tensor:
     """The projection of flat theta, (count,) fp64 on the CPU; linear in theta but for rounding.
 
-    Raises ValueError unless count is a power of 2 up to 64.
+    Of `share` (k, n) it is the k-th of n parts, which add up to the whole. Raises ValueError unless count is a power of
+    2 up to 64.
     """
     if theta.dim() != 1 or not theta.is_floating_point():
         raise ValueError(f"theta must be flat floating point, not {theta.dtype} of shape {tuple(theta.shape)}")
@@ -31,7 +32,7 @@ def project(theta: Tensor, seed: int, count: int = COUNT) -> Tensor:
     total = torch.zeros(count, dtype=torch.float64)
     columns = torch.arange(count, dtype=torch.int32, device=theta.device)
     with torch.no_grad():
-        for index, start in enumerate(range(0, theta.numel(), _ROWS * count)):
+        for index, start in [*enumerate(range(0, theta.numel(), _ROWS * count))][share[0] :: share[1]]:
             piece = theta[start : start + _ROWS * count].detach().float()
             piece = torch.nn.functional.pad(piece, (0, -piece.numel() % count)).view(-1, count)
             bits = _hash(piece.numel(), f"peerloom-projection-v1:{seed}:{index}", theta.device).view(-1, count)

@@ -17,6 +17,7 @@ from peerloom.optim.eigenbasis import (
     first_from_moment,
     next_from_covariance,
     next_from_moment,
+    no_basis,
     rotated_sides,
 )
 
@@ -108,6 +109,12 @@ class RotatedStack:
             for name, view in views.items()
         )
 
+    def check(self) -> None:
+        """Raises NonFiniteGradient for a gradient whose squares, summed over the matrix, overflow."""
+        largest = torch.stack(torch._foreach_norm(self._gradients(), math.inf)).max()
+        if not float(largest) <= math.sqrt(torch.finfo(self._dtype).max / math.prod(self._shape)):  # NaN is refused too
+            raise no_basis(self._shape)
+
     def step(self) -> None:
         """One update of all members, which all must have a gradient."""
         gradient = self.begin()
@@ -119,18 +126,21 @@ class RotatedStack:
         direction = rotated_direction(
             gradient, rotation, tensors["exp_avg"], tensors["exp_avg_sq"], setting.beta1, setting.beta2, setting.eps
         )
-        self.apply(direction)
+        self.apply(direction, self.count)
 
     def begin(self) -> Tensor:
         """Counts the step and gives the gradients, (members, m, n)."""
         self.count += 1
         torch._foreach_add_([views["step"] for views in self._views], 1)
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack([grad.reshape(self._shape) for grad in grads]).to(self._dtype)
+        return torch.stack([grad.reshape(self._shape) for grad in self._gradients()]).to(self._dtype)
 
-    def apply(self, direction: Tensor) -> None:
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def apply(self, direction: Tensor, taken: int) -> None:
+        """Moves the weights along it; `taken` gradients are in the moments, whose bias is corrected."""
         beta1, beta2 = self.setting.beta1, self.setting.beta2
-        correction = math.sqrt(1 - beta2**self.count) / (1 - beta1**self.count)
+        correction = math.sqrt(1 - beta2**taken) / (1 - beta1**taken)
         rates = [float(group["lr"]) for _, group in self._members]
         decays = [1 - rate * group["weight_decay"] for rate, (_, group) in zip(rates, self._members, strict=True)]
         moves = [row.view(parameter.shape) for row, parameter in zip(direction, self._parameters, strict=True)]

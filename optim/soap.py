@@ -23,12 +23,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from peerloom.optim.eigenbasis import Rotation, first_from_covariance, next_from_covariance
 
+MAX_SIDE = 8192
+
 
 class SOAP(Optimizer):
     """SOAP for matrices, with decoupled weight decay; a side longer than `max_side` keeps the identity.
 
     State of a parameter: `step`, `exp_avg`, `exp_avg_sq`, and on each rotated side `left_cov`, `left` (m, m) and
-    `right_cov`, `right` (n, n). Raises ValueError for parameters that are no matrices and settings out of range.
+    `right_cov`, `right` (n, n). Raises ValueError for parameters that are no matrices and settings out of range, and in
+    `step` NonFiniteGradient, a ValueError, where a basis is asked of what is not finite.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class SOAP(Optimizer):
         weight_decay: float = 0.01,
         freq: int = 10,
         *,
-        max_side: int = 8192,
+        max_side: int = MAX_SIDE,
     ) -> None:
         if not lr >= 0 or not eps > 0 or not weight_decay >= 0 or freq < 1:
             given = f"{lr}, {eps}, {weight_decay}, {freq}"

@@ -2,6 +2,7 @@
 
 PeerloomError                     1   anything named below is one of these
 ├── SpecError                    10   a run.toml that does not check
+│   └── BaseMissing              26   SeedFlow's base, or its tokenizer, cannot be loaded, and nobody is there to ask
 ├── ConfigError                  11   a flag, PEER_* variable or peer.toml key that does not check
 ├── IdentityError                12   the identity file is unreadable, too open, or not a key
 ├── IdentityInUse                13   another live node runs with this identity
@@ -47,6 +48,12 @@ class SpecError(PeerloomError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+class BaseMissing(SpecError):
+    """The base model that the spec names, or its tokenizer, cannot be had on this machine."""
+
+    exit_code = 26
 
 
 class ConfigError(PeerloomError):

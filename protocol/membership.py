@@ -20,6 +20,7 @@ FORGET_BELOW = 0.01  # points
 
 FAR_OFF = "far_off"
 WORSE_STATE = "worse_state"
+BAD_BASE = "bad_base"
 
 FAULT_WEIGHTS = {
     FAR_OFF: 10.0,  # parameters twice as far off as clip_radius allows: each exchange with it costs
@@ -33,6 +34,7 @@ FAULT_WEIGHTS = {
     "stage_flood": 5.0,
     "stage_unanswered": 10.0,  # it took microbatches for minutes and gave none back: the run stood still for it
     WORSE_STATE: 10.0,  # handed over as the swarm's model: taking it on trust costs all that was trained
+    BAD_BASE: 10.0,  # handed over as the base of the swarm's digest, which it announces itself
     "bad_piece": 10.0,  # the bytes it announced itself are not those it sent
 }
 OTHER_WEIGHT = 4.0

@@ -108,6 +108,8 @@ ExchangeMessage = Offer | Hold | Accept | Decline | Chunk | PayloadEnd | Commit 
 StateKind = Literal[
     "theta",  # parameters in fp32
     "flood",  # SeedFlow's: a snapshot's marks, then the worker's sums
+    "base_files",  # of a base model: see base.py
+    "base",  # its parameters
 ]
 
 
@@ -116,7 +118,7 @@ class FetchRequest:
     """Asks for the donor's state from piece `start_piece` on.
 
     `snapshot` names the snapshot of a broken fetch, to go on with it if the donor still keeps it ("" otherwise).
-    `max_piece_bytes` asks for pieces no larger; 0: any size. `kind` says which state.
+    `max_piece_bytes` asks for pieces no larger; 0: any size. `kind` says which state; a base's `layout` is its digest.
     """
 
     layout: str

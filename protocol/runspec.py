@@ -83,8 +83,10 @@ class DataSpec(Table):
 class TrainSpec(Table):
     """The inner optimizer and what a step is."""
 
-    optimizer: Literal["adamw", "muon", "basis_rotated"] = choice(
-        "adamw", "muon, basis_rotated: for hidden matrices, with AdamW for embeddings, head and vectors"
+    optimizer: Literal["adamw", "muon", "soap", "basis_rotated"] = choice(
+        "adamw",
+        "muon, soap, basis_rotated: for hidden matrices, with AdamW for embeddings, head and vectors; "
+        "basis_rotated bears a pipeline's late gradients",
     )
     batch_size: int = number(8, 1, 2**16, "sequences a step")
     learning_rate: float = number(5e-3, 0, 10, "at the top of the schedule", open_low=True)
@@ -99,9 +101,11 @@ class TrainSpec(Table):
     rotation_geometry: Literal["unilateral", "bilateral"] = choice(
         "bilateral", "basis_rotated's: rotates the smaller side of a matrix, or both"
     )
-    rotation_freq: int = number(10, 1, 10**6, "basis_rotated's: steps between refreshes of a basis")
+    rotation_freq: int = number(10, 1, 10**6, "basis_rotated's and soap's: steps between refreshes of a basis")
     beta1: float = number(0.9, 0, 1, "AdamW's, first moment", open_high=True)
-    beta2: float = number(0.95, 0, 1, "AdamW's, second moment", open_high=True)
+    beta2: float = number(
+        0.95, 0, 1, "AdamW's, second moment; soap's bases too, and basis_rotated's, there 0.999", open_high=True
+    )
     eps: float = number(1e-8, 0, 1, "AdamW's", open_low=True)
     weight_decay: float = number(0.1, 0, 10, "decoupled; of matrices only")
     clip_norm: float = number(1.0, 0, 10**6, "of the gradient; 0: no clipping")

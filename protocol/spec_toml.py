@@ -110,7 +110,7 @@ def write(table: Any, comments: bool = False) -> str:
 
 def _note(item: Field[Any], hint: object) -> str:
     """The comment above a key; that text is text goes without saying."""
-    said = item.metadata[DOC]
+    said = item.metadata[DOC].replace("\n", "\n# ")
     return f"# {said}\n" if hint is str else f"# {said}\n#   {allowed(hint, item)}\n"
 
 

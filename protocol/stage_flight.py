@@ -32,8 +32,12 @@ class Flight:
 
 @dataclass(slots=True)
 class Downstream:
-    """A linked node of the next stage; `answered_at`: since when it owes an answer, if it owes one."""
+    """A linked node of the next stage; `answered_at`: since when it owes an answer, if it owes one.
+
+    `last` numbers what it was sent last among all that was sent.
+    """
 
     credit: int
     answered_at: float
     waiting: bool = False
+    last: int = 0

@@ -14,6 +14,7 @@ from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stage_effects import StageEffect
 from peerloom.protocol.stage_flight import Downstream, Flight, Phase
 from peerloom.protocol.stage_source import StageSource
+from peerloom.protocol.stage_window import LinkWindow
 from peerloom.protocol.types import PeerId
 
 MAX_UPSTREAM = 64  # nodes of the stage before that one node serves: each may fill a window of memory
@@ -33,6 +34,7 @@ class StageMoves:
         lane: int = 0,
         held_out: int = 0,
         limit: int | None = None,
+        updates: int | None = None,
     ) -> None:
         self._spec, self.stage = spec, stage
         self._first, self._last = stage == 0, stage == spec.stages - 1
@@ -42,6 +44,7 @@ class StageMoves:
         self._base = self._applied = first_version
         self._ledger = ledger or Ledger()
         self.limit = limit
+        self._indices = None if updates is None else updates * spec.microbatches
         self._source = StageSource(lane, self._ledger, held_out) if self._first else None
         self._begun = 0  # counted ones that began here
         self._held_out = held_out
@@ -50,7 +53,9 @@ class StageMoves:
         self._results: dict[Microbatch, float] = {}  # answers that may be asked for again, with their loss
         self._members: dict[int, list[Flight]] = {}  # by update, those whose gradient is in
         self._upstream: dict[PeerId, int] = {}  # how many each may still send
+        self._windows: dict[PeerId, LinkWindow] = {}
         self._downstream: dict[PeerId, Downstream] = {}
+        self._sent = 0  # in all
         self._running: StageEffect | None = None
         self._save_wanted = self._draining = False
         self._mixing_wanted: effects.RunMixing | None = None
@@ -101,7 +106,8 @@ class StageMoves:
     # what goes out
 
     def _route(self, now: float) -> None:
-        """Sends what waits to be sent, each to the node of the next stage that owes the fewest answers."""
+        """Sends what waits to be sent, each to the node of the next stage that owes the fewest answers; in turn, of
+        several such."""
         if not any(flight.phase == "unsent" for flight in self._flights.values()):
             return
         owed = Counter(flight.downstream for flight in self._flights.values() if flight.phase == "sent")
@@ -111,10 +117,12 @@ class StageMoves:
             free = [peer for peer, downstream in self._downstream.items() if downstream.credit > 0]
             if not free:
                 return
-            peer = min(free, key=lambda peer: (owed[peer], peer))
+            peer = min(free, key=lambda peer: (owed[peer], self._downstream[peer].last, peer))
             if not owed[peer]:
                 self._downstream[peer].answered_at = now
+            self._sent += 1
             self._downstream[peer].credit -= 1
+            self._downstream[peer].last = self._sent
             owed[peer] += 1
             flight.phase, flight.downstream = "sent", peer
             self._out.append(effects.SendActivation(peer, flight.microbatch, flight.version))

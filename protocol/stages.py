@@ -22,6 +22,7 @@ from peerloom.protocol.stage_effects import StageEffect
 from peerloom.protocol.stage_events import StageEvent
 from peerloom.protocol.stage_flight import Downstream, Flight
 from peerloom.protocol.stage_moves import StageMoves
+from peerloom.protocol.stage_window import LinkWindow
 from peerloom.protocol.types import PeerId
 
 MAX_CREDIT = 1 << 20
@@ -32,7 +33,8 @@ class StageMachine(StageMoves):
     """Events in, effects out; at most one Run effect is under way at a time.
 
     `first_version` updates are behind the weights it starts from, trained on what `ledger` lists. `lane` numbers the
-    microbatches of a first stage, which begins no update from `limit` on; it evaluates `held_out` of them at a time.
+    microbatches of a first stage, which begins no update from `limit` on; it evaluates `held_out` of them at a time. No
+    lane has more than the `updates` of the run.
     """
 
     def handle(self, event: StageEvent, now: float) -> list[StageEffect]:
@@ -96,12 +98,14 @@ class StageMachine(StageMoves):
 
     def _open_upstream(self, peer: PeerId) -> None:
         queued = sum(flight.upstream == peer and flight.phase == "queued" for flight in self._flights.values())
+        self._windows[peer] = LinkWindow(self._indices)
         self._upstream[peer] = max(0, self._credit - queued)
         self._out.append(effects.SendCredit(peer, self._upstream[peer]))
 
     def _lose_upstream(self, peer: PeerId) -> None:
         """What has not begun is left to be sent again, here or to another node of this stage."""
         self._upstream.pop(peer, None)
+        self._windows.pop(peer, None)
         for microbatch, flight in list(self._flights.items()):
             if flight.upstream != peer:
                 continue
@@ -142,6 +146,9 @@ class StageMachine(StageMoves):
             return  # of a link that is over already
         if left <= 0:
             self._blame(peer, "stage_flood", f"{microbatch} came without credit for it")
+            return
+        if (refusal := self._windows[peer].refusal(microbatch, event.version)) is not None:
+            self._blame(peer, "bad_stage_frame", refusal)
             return
         self._upstream[peer] = left - 1
         flight = self._flights.get(microbatch)

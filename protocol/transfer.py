@@ -18,7 +18,7 @@ from blake3 import blake3
 from peerloom.protocol.effects import ScorePeer
 from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES, MAX_PIECES, piece_length, pieces_of
-from peerloom.protocol.messages import FetchRequest, StateManifest, StatePiece
+from peerloom.protocol.messages import FetchRequest, StateKind, StateManifest, StatePiece
 from peerloom.protocol.types import PeerId
 
 MAX_CYCLES = 3  # times round all donors without one new piece
@@ -99,7 +99,8 @@ class FetchMachine:
     """Decides one fetch: `start()`, then `handle(event)` until FetchDone or FetchFailed.
 
     A donor may not drip its state in pieces under `least_piece_bytes`.
-    `donors` come best first; `layout` is the model's layout digest, `total_bytes` theta in fp32.
+    `donors` come best first; `layout` is the model's layout digest, `total_bytes` theta in fp32. With a skew of -1 all
+    pieces in place are always as the last manifest has them.
     """
 
     def __init__(
@@ -110,12 +111,13 @@ class FetchMachine:
         max_round_skew: int,
         *,
         least_piece_bytes: int = LEAST_CHUNK_BYTES,
+        kind: StateKind = "theta",
     ) -> None:
         if total_bytes <= 0:
             raise ValueError(f"total_bytes is {total_bytes}: a model has at least one parameter")
         self._donors = list(dict.fromkeys(donors))
         self._layout, self._total_bytes, self._skew = layout, total_bytes, max_round_skew
-        self._least_piece_bytes = least_piece_bytes
+        self._least_piece_bytes, self._kind = least_piece_bytes, kind
         self._turn, self._cycles, self._attempt = 0, 0, 0
         self._failures: dict[PeerId, str] = {}
         self._snapshots: dict[PeerId, str] = {}
@@ -221,7 +223,7 @@ class FetchMachine:
         donor = self._donors[self._turn]
         self._attempt += 1
         self._manifest, self._next = None, self._first_missing()
-        request = FetchRequest(self._layout, self._snapshots.get(donor, ""), self._next)
+        request = FetchRequest(self._layout, self._snapshots.get(donor, ""), self._next, kind=self._kind)
         return [StartFetch(self._attempt, donor, request)]
 
     def _next_donor(self, reason: str, fault: str) -> list[FetchEffect]:

@@ -35,6 +35,7 @@ RUN: Final = {  # a command, without its comment: the test that runs it
     "peer export --home /tmp/a --out model": _FIRST,
     "peer run init run.toml": _RUN,
     "peer run check run.toml": _RUN,
+    "peer run init --method pipeline": "unit/node/test_cli.py::test_run_init_then_check",
     "peer bootstrap --run run.toml": _RUN,
     "peer join --run run.toml --home HOME": _RUN,
     "peer join": "integration/test_alone.py::test_a_lone_node_prints_its_invite_and_where_its_seconds_went",

@@ -196,4 +196,4 @@ class WorkerCalls:
 
 def _error(refused: messages.Refused) -> PeerloomError:
     kind = getattr(errors, refused.kind, PeerloomError)
-    return SpecError([refused.message]) if kind is SpecError else kind(refused.message)
+    return kind([refused.message]) if issubclass(kind, SpecError) else kind(refused.message)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor, nn
 
+from peerloom.node.checkpoint_manifest import File
+from peerloom.node.checkpoint_parts import finish
 from peerloom.node.durable import storage_errors
 from peerloom.node.seams import WorkerSetup
-from peerloom.node.worker.inner import state_shape
-from peerloom.node.worker.memory import BlockLayout, SharedBlock
-from peerloom.node.worker.shard import JOIN_S, LOST_S, Held, Place, Shard, cut_for, join, rows_of
+from peerloom.node.worker.memory import BlockLayout, Region, SharedBlock
+from peerloom.node.worker.shard import JOIN_S, Place, Shard, Unwritten, join, rows_of
 from peerloom.optim.matrix_fsdp import RankLost
-from peerloom.protocol.errors import ConfigError
+from peerloom.protocol.errors import ConfigError, StorageError
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -31,13 +35,14 @@ class Join:
     setup: WorkerSetup
     place: Place
     layout: BlockLayout
+    leader: int  # the process id of rank 0
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a rank holds; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
+    """The shard is there; or `refused` says why the model is sharded on no rank: rank 0 has found the same."""
 
-    held: tuple[Held, ...] = ()
+    pid: int
     refused: str = ""
 
 
@@ -69,21 +74,22 @@ class Group:
     def shard(self, model: nn.Module, block: SharedBlock) -> None:
         """Shards the model, whose parameters lie in the block too; raises ConfigError before a weight is touched."""
         for rank, pipe in enumerate(self._pipes, 1):
-            self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout))
+            self._tell(rank, pipe, Join(self._setup, self._place(rank), block.layout, os.getpid()))
         place = self._place(0)
-        self._threads = torch.get_num_threads()
+        self._threads, self._model = torch.get_num_threads(), model
         mesh = join(place)
         self._threads_in_step = torch.get_num_threads()
         refused = ""
         try:
-            self._shard = Shard(model, self._setup.spec.train, mesh, place.device, block)
+            self._shard = Shard(model, self._setup.spec.train, mesh, place.device, block, lost_s=self._setup.lost_s)
         except ConfigError as error:
             refused = str(error)  # the others have the same, and say so
         others: list[Joined] = [self._hear(rank, pipe, JOIN_S) for rank, pipe in enumerate(self._pipes, 1)]
         for told in (refused, *(joined.refused for joined in others)):
             if told:
                 raise ConfigError(told)
-        self._held = [self._shard.held(), *(joined.held for joined in others)]
+        self._pids = [os.getpid(), *(joined.pid for joined in others)]
+        self.owners = self._shard.plan()
         if place.device.type == "cpu":  # gloo has met for good; NCCL makes connections as they are needed
             self._store.unlink(missing_ok=True)
 
@@ -96,6 +102,12 @@ class Group:
         """Takes the parameters of all ranks from the block."""
         torch.set_num_threads(self._threads_in_step)
         self._all("pull")
+
+    def project(self) -> Tensor:
+        """The projection of the block's theta by the run's seed, a part on each rank."""
+        seed, count = self._setup.spec.seed, self.world_size
+        parts = self._each("project", [(seed, (rank, count)) for rank in range(count)])
+        return torch.tensor(parts, dtype=torch.float64).sum(0)
 
     def seed(self, value: int) -> None:
         """Of dropout, which is another on each rank."""
@@ -119,32 +131,31 @@ class Group:
         """Forgets the moments."""
         self._all("reset")
 
-    def state(self) -> dict[str, Tensor]:
-        """The optimizers' tensors, whole, as InnerLoop has them on one device; empty before the first step."""
-        found: dict[str, Tensor] = {}
-        for part in self._all("moments"):
-            found |= {key: torch.from_numpy(value) for key, value in part.items()}
-        return found
+    def write(self, folder: Path, regions: Mapping[str, Region]) -> dict[str, File]:
+        """Has every rank write its part of a checkpoint to an empty folder; size and digest of each file.
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes up what `state` of any number of devices gave; ValueError for a tensor that does not fit."""
-        shapes = {each.name: each.whole_shape for held in self._held for each in held}
-        for key, value in state.items():
-            what, name = key.split("/", 1)
-            fits = state_shape(what, torch.Size(shapes[name])) if name in shapes else value.shape
-            if value.dim() and value.shape != fits:
-                raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
-        self._each("load", [(cut_for(held, state),) for held in self._held])
+        `regions` are those of the block by the kind that they are written as. Raises StorageError.
+        """
+        answers = self._all("write", folder, regions, patient=True)
+        for answer in answers:
+            if isinstance(answer, Unwritten):
+                raise StorageError(answer.reason) from (OSError(errno.ENOSPC, answer.reason) if answer.full else None)
+        written = {name: found for answer in answers for name, found in answer.items()}
+        return finish(folder, written, self._model.config)
 
-    def _all(self, method: str) -> list[Any]:
-        return self._each(method, [()] * self.world_size)
+    def load(self, folder: Path) -> None:
+        """Has every rank take its moments up from a checkpoint of any number of devices."""
+        self._all("load", folder, patient=True)
 
-    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method on all ranks at once; the answers in their order."""
+    def _all(self, method: str, *arguments: Any, patient: bool = False) -> list[Any]:
+        return self._each(method, [arguments] * self.world_size, patient)
+
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]], patient: bool = False) -> list[Any]:
+        """Calls a method on all ranks at once; the answers in their order. `patient`: see `_hear`."""
         for rank, pipe in enumerate(self._pipes, 1):
             self._tell(rank, pipe, Call(method, arguments[rank]))
         own = getattr(self._shard, method)(*arguments[0])
-        return [own, *(self._hear(rank, pipe) for rank, pipe in enumerate(self._pipes, 1))]
+        return [own, *(self._hear(rank, pipe, patient=patient) for rank, pipe in enumerate(self._pipes, 1))]
 
     def _tell(self, rank: int, pipe: Pipe, message: object) -> None:
         try:
@@ -152,11 +163,22 @@ class Group:
         except OSError as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
 
-    def _hear(self, rank: int, pipe: Pipe, within_s: float = LOST_S) -> Any:
-        """A rank's answer to what this rank has done too."""
+    def _hear(self, rank: int, pipe: Pipe, within_s: float = 0.0, *, patient: bool = False) -> Any:
+        """A rank's answer to what this rank has done too; a `patient` one waits for a slow disk as long as it takes."""
+        within_s = within_s or self._setup.lost_s
         try:
-            if not pipe.poll(within_s):
-                raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
+            while not pipe.poll(within_s):
+                if not patient or is_stopped(self._pids[rank]):
+                    raise RankLost((rank,), "the node's work", f"silent for {within_s:.0f} s")
             return pipe.recv()
         except (EOFError, OSError) as error:
             raise RankLost((rank,), "the node's work", "its process has ended") from error
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process runs no more, if only for now."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return True
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -1,4 +1,4 @@
-"""The inner optimization: AdamW, Muon or basis-rotated steps of a causal LM, its evaluation, its state by name."""
+"""The inner optimization: AdamW, Muon, SOAP or basis-rotated steps of a causal LM, evaluation, state by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peerloom.optim.basis_rotation import BasisRotatedAdam
+from peerloom.optim.soap import SOAP
 from peerloom.protocol.runspec import TrainSpec
 
 
@@ -28,21 +29,14 @@ class Inner(Protocol):
         """Forgets the moments."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by "what/parameter", on the CPU."""
-        ...
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave; raises ValueError."""
-        ...
-
 
 class InnerLoop:
     """Trains `model` in place; token windows are (batch, length + 1) int64 on any device.
 
-    AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) takes
-    the hidden matrices, and AdamW keeps embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all,
-    and rotates the hidden matrices. Weight decay on matrices only (embeddings included), not on norms and biases.
+    AdamW, fused; with `optimizer = "muon"` Muon (torch.optim.Muon, its "original" scaling of the rate by shape) or with
+    "soap" SOAP (its covariances forget by beta2, as its authors' do) takes the hidden matrices, and AdamW keeps
+    embeddings, head and vectors; with "basis_rotated" BasisRotatedAdam holds all, and rotates the hidden matrices.
+    Weight decay on matrices only (embeddings included), not on norms and biases.
     Gradients are clipped by their norm over `model`; with "basis_rotated" the hidden matrices and the rest each by
     their own, as the code of arXiv 2602.03515 does. On CUDA the forward pass runs under bf16 autocast over fp32
     weights. Create it after the parameters have their final memory.
@@ -55,9 +49,9 @@ class InnerLoop:
         self._parameters = [parameter for _, parameter in self._named]
         self._device = self._parameters[0].device
         self._hidden = set() if train.optimizer == "adamw" else hidden_matrices(model)
-        self._adam, self._muon = self._fresh()
+        self._adam, self._matrix = self._fresh()
 
-    def _fresh(self) -> tuple[torch.optim.Optimizer | None, torch.optim.Muon | None]:
+    def _fresh(self) -> tuple[torch.optim.Optimizer | None, torch.optim.Muon | SOAP | None]:
         """Both optimizers without moments, None where one has no parameters."""
         train = self._train
         hidden = [parameter for name, parameter in self._named if name in self._hidden]
@@ -74,13 +68,14 @@ class InnerLoop:
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], train.learning_rate, betas, train.eps, fused=True
         ) if others else None
-        muon = torch.optim.Muon(
-            hidden, train.muon_learning_rate, train.weight_decay, train.muon_momentum
-        ) if hidden else None
-        return adamw, muon
+        if not hidden:
+            return adamw, None
+        if train.optimizer == "soap":
+            return adamw, SOAP(hidden, **soap_settings(train))
+        return adamw, torch.optim.Muon(hidden, train.muon_learning_rate, train.weight_decay, train.muon_momentum)
 
     def step(self, windows: Tensor, rate: float) -> Tensor:
-        """One optimizer step at `rate` (AdamW's; Muon's follows); returns the mean loss in nats a token, detached."""
+        """One optimizer step at `rate` (Muon's follows it); returns the mean loss in nats a token, detached."""
         self._model.train()
         loss = self._loss(windows)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -91,8 +86,8 @@ class InnerLoop:
         """Steps with the gradients that lie in `.grad`, clipped, and clears them."""
         if self._adam is not None:
             _set_rate(self._adam, rate)
-        if self._muon is not None:
-            _set_rate(self._muon, rate * (self._train.muon_learning_rate / self._train.learning_rate))
+        if self._matrix is not None:
+            _set_rate(self._matrix, matrix_rate(self._train, rate))
         for part in self._clipped_together() if self._train.clip_norm else ():
             nn.utils.clip_grad_norm_(part, self._train.clip_norm)
         for optimizer in self._optimizers():
@@ -120,13 +115,13 @@ class InnerLoop:
 
     def reset(self) -> None:
         """Forgets the moments."""
-        self._adam, self._muon = self._fresh()
+        self._adam, self._matrix = self._fresh()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in (self._adam, self._muon) if optimizer is not None]
+        return [optimizer for optimizer in (self._adam, self._matrix) if optimizer is not None]
 
     def _of(self, name: str) -> torch.optim.Optimizer:
-        optimizer = self._adam if self._muon is None or name not in self._hidden else self._muon
+        optimizer = self._adam if self._matrix is None or name not in self._hidden else self._matrix
         assert optimizer is not None  # ours: made where it has a parameter
         return optimizer
 
@@ -149,6 +144,23 @@ class InnerLoop:
                     raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
                 where = None if what == "step" and self._device.type == "cpu" else self._device
                 self._of(name).state[parameter][what] = value.clone().to(where) if where else value.clone()
+
+
+def soap_settings(train: TrainSpec) -> dict[str, Any]:
+    """SOAP's arguments for a run."""
+    return {
+        "lr": train.learning_rate,
+        "betas": (train.beta1, train.beta2),
+        "shampoo_beta": train.beta2,
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+        "freq": train.rotation_freq,
+    }
+
+
+def matrix_rate(train: TrainSpec, rate: float) -> float:
+    """The hidden matrices' rate where AdamW's is `rate`: Muon's peak is another."""
+    return rate * (train.muon_learning_rate / train.learning_rate) if train.optimizer == "muon" else rate
 
 
 def _basis_rotated(hidden: Sequence[Tensor], others: list[dict[str, Any]], train: TrainSpec) -> BasisRotatedAdam:

@@ -84,6 +84,10 @@ class Worker:
     def _obey(self, command: messages.Command) -> object:
         if isinstance(command, messages.Start):
             return self._start(command)
+        if isinstance(command, messages.BaseNumel):
+            from peerloom.node.worker.base import numel_of
+
+            return numel_of(command.folder)
         task = self._task
         if task is None:
             raise RuntimeError("the first command must be Start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
@@ -122,10 +123,14 @@ class Mixing:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known."""
+    """A command of a stage is done, in this time; its outcome lies in the outbox. `loss` only where it is known.
+
+    `cpu_seconds` is the worker's own part of it: less where others held the core, more with several threads.
+    """
 
     seconds: float
     loss: float | None = None
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,21 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseNumel:
+    """How many parameters the model of the configuration in this folder has; answered by int. May precede Start."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBase:
+    """Write the base model into this folder, to be handed over; answered by None."""
+
+    folder: Path
+    weights: bool  # or what stands beside them alone
+
+
+@dataclass(frozen=True, slots=True)
 class SaveState:
     """Write the sums to disk; answered by the file's Path."""
 
@@ -186,6 +206,7 @@ class SaveState:
 Command = (
     Start | Train | Interrupt | Take | Settle | Finish | Adopt | Save | Stop | Forward | Backward | Update | SaveStage
     | Mixing | Steps | Apply | Retract | HashState | ExportState | AdoptState | Evaluate | SaveState
+    | BaseNumel | WriteBase
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,20 +49,33 @@ def model_over(spec: RunSpec, flat: memoryview) -> nn.Module:
     """
     if spec.model.path:
         return build_model(spec)
-    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
-        model: nn.Module = _from_sizes(spec)
-    model.config.use_cache = False  # type: ignore[union-attr]
     at = 0
-    placed: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():  # in the order of named_parameters(), tied ones once
+
+    def take(count: int) -> Tensor:
+        nonlocal at
+        at += 4 * count
+        return torch.frombuffer(flat[at - 4 * count : at], dtype=torch.float32)
+
+    return placed(lambda: _from_sizes(spec), take)
+
+
+def placed(build: Callable[[], Any], take: Callable[[int], Tensor]) -> nn.Module:
+    """The model that `build` makes, its parameters being what `take` gives for so many fp32, in order, tied ones once.
+
+    None is drawn, or has memory of its own.
+    """
+    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        model: nn.Module = build()
+    model.config.use_cache = False  # type: ignore[union-attr]
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():  # in the order of named_parameters()
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if parameter not in placed:
-                end = at + 4 * parameter.numel()
-                values = torch.frombuffer(flat[at:end], dtype=torch.float32).view(parameter.shape)
-                placed[parameter], at = nn.Parameter(values, parameter.requires_grad), end
-            module._parameters[name] = placed[parameter]
+            if parameter not in found:
+                values = take(parameter.numel()).view(parameter.shape)
+                found[parameter] = nn.Parameter(values, parameter.requires_grad)
+            module._parameters[name] = found[parameter]
     return model
 
 

@@ -16,7 +16,7 @@ from peerloom.node.seams import Evaluation, WorkerSetup
 from peerloom.node.worker.classification import Columns, Example, Prompt, PromptClassifier, read_examples, split
 from peerloom.node.worker.data import Batches, check_enough, prepare
 from peerloom.node.worker.tasks.common import HELD_OUT
-from peerloom.node.worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from peerloom.node.worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from peerloom.protocol.errors import DataError, SpecError
 from peerloom.protocol.flood_messages import origin_key
 from peerloom.protocol.runspec import DataSpec
@@ -36,12 +36,13 @@ class Objective(Protocol):
         ...
 
 
-def open_objective(setup: WorkerSetup, model: nn.Module, device: torch.device, progress: Progress) -> Objective:
+def open_objective(
+    setup: WorkerSetup, tokenizer: Tokenizer, model: nn.Module, device: torch.device, progress: Progress
+) -> Objective:
     """The objective of the spec's task; raises DataError, SpecError or StorageError."""
     data = setup.spec.data
     if setup.data_source:
         data = replace(data, source=setup.data_source)
-    tokenizer = load_tokenizer(data.tokenizer)
     vocabulary = getattr(model.config, "vocab_size", None)
     if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
         raise SpecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,8 @@ from peerloom.node.worker import messages
 from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker.memory import SharedBlock
 from peerloom.protocol.types import Span
+
+log = logging.getLogger("peerloom.worker")
 
 Answer = TypeVar("Answer")
 
@@ -29,6 +32,8 @@ class WorkerProcess(WorkerCalls):
         if started.layout is None or not isinstance(started.ready, WorkerReady):
             raise TypeError(f"the worker of {setup.spec.method} shares no memory")
         self._block = SharedBlock(self._memory_fd, started.layout)
+        for line in started.ready.owners.splitlines():
+            log.debug("%s", line)
         return started.ready
 
     async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:

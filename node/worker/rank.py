@@ -22,21 +22,26 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
     from peerloom.node.worker.shard import Shard, join
 
     shard: Shard | None = None
+    joined: Join | None = None
     while True:
         try:
+            if joined is not None:
+                wait_for(leader, joined.leader, joined.setup.lost_s)
             message = leader.recv()
         except (EOFError, OSError):
             return
         answer: object = None
         if isinstance(message, Join):
+            joined = message
             step_back(message.setup.nice)
             spec, block = message.setup.spec, SharedBlock(memory_fd, message.layout)
             try:
                 model = model_over(spec, block.view("params"))  # before they meet: then each waits for the slowest
-                shard = Shard(model, spec.train, join(message.place), message.place.device, block)
-                answer = Joined(shard.held())
+                mesh = join(message.place)
+                shard = Shard(model, spec.train, mesh, message.place.device, block, lost_s=message.setup.lost_s)
+                answer = Joined(os.getpid())
             except PeerloomError as error:
-                answer = Joined(refused=str(error))
+                answer = Joined(os.getpid(), refused=str(error))
         elif shard is None:
             raise RuntimeError(f"rank 0 said {type(message).__name__} before there was a shard")
         elif isinstance(message, Call):
@@ -44,6 +49,22 @@ def follow(leader: Connection[Any, Any], memory_fd: int) -> None:
             if message.method == "step":
                 answer = None  # rank 0 has the loss
         leader.send(answer)
+
+
+def wait_for(leader: Connection[Any, Any], pid: int, lost_s: float) -> None:
+    """Returns when rank 0 has said something, or is gone; raises RankLost when it has been stopped for that long.
+
+    It may be busy with its own for long, and so it is looked at; twice, since whoever stops a whole node and lets it go
+    on does not wake all its processes at once.
+    """
+    from peerloom.node.worker.group import is_stopped
+    from peerloom.optim.matrix_fsdp import RankLost
+
+    seen = 0
+    while not leader.poll(lost_s / 2):
+        seen = seen + 1 if is_stopped(pid) else 0
+        if seen == 2:
+            raise RankLost((0,), "the node's work", "its process is stopped")
 
 
 def main() -> int:

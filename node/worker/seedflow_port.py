@@ -22,7 +22,7 @@ class SeedflowProcess(WorkerCalls):
         self._steps = 0
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
-        """As the seam says; also raises DataError, SpecError, ConfigError or StorageError."""
+        """As the seam says; also raises DataError, SpecError, ConfigError or StorageError. Safe after BaseMissing."""
         started = await self._begin(setup, progress)
         if not isinstance(started.ready, SeedflowReady):
             raise TypeError(f"the worker of {setup.spec.method} is not SeedFlow's")
@@ -65,6 +65,15 @@ class SeedflowProcess(WorkerCalls):
             os.ftruncate(self._memory_fd, 0)
             os.pwrite(self._memory_fd, state, 0)
         await self._call(messages.AdoptState(len(state)), NONE)
+
+    async def base_numel(self, folder: Path) -> int:
+        """How many parameters a fetched configuration makes; raises SpecError."""
+        self.launch()
+        return await self._call(messages.BaseNumel(folder), int)
+
+    async def write_base(self, folder: Path, weights: bool) -> None:
+        """Writes the base model, to be handed over; raises RunMismatch or StorageError."""
+        await self._call(messages.WriteBase(folder, weights), NONE)
 
     async def evaluate(self) -> Evaluation:
         """Held-out loss and accuracy."""

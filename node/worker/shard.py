@@ -1,6 +1,6 @@
 """One rank of a node with several devices: its shard of the model, its rows of each batch, its pieces of the block.
 
-All methods but `held`, `load`, `publish` and `pull` are collective: every rank calls them, in the same order.
+All methods but `load`, `publish`, `pull` and `project` are collective: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.node.worker.memory import SharedBlock
+from peerloom.node.checkpoint_parts import MOMENTS, Parts, write_part
+from peerloom.node.durable import is_full
+from peerloom.node.worker.inner import matrix_rate, soap_settings, state_shape
+from peerloom.node.worker.memory import Region, SharedBlock
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
     ShardedModel,
@@ -33,14 +37,15 @@ from peerloom.optim.matrix_fsdp import (
     clip_grad_norm_,
     matrix_fully_shard,
 )
-from peerloom.optim.matrix_fsdp.checkpoint import owned_share
-from peerloom.protocol.errors import ConfigError
+from peerloom.optim.matrix_fsdp.checkpoint import owned_moments, take_up_moments, written_here
+from peerloom.optim.matrix_fsdp.runtime import whole_shapes
+from peerloom.optim.projection import project
+from peerloom.protocol.errors import ConfigError, StorageError
 from peerloom.protocol.runspec import TrainSpec
 
 Array = npt.NDArray[Any]
 
 JOIN_S = 300.0  # by which all ranks have imported their libraries and met, on a machine that may be busy
-LOST_S = 60.0  # a rank that says nothing for so long within a step is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,12 @@ class Place:
         return torch.device(self.devices[self.rank])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What a rank holds of one parameter: `rows` rows from `first_row` on."""
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """Why a rank could not write its part of a checkpoint; `full`: room on the disk may mend it."""
 
-    name: str
-    first_row: int
-    rows: int
-    whole_shape: tuple[int, ...]
+    reason: str
+    full: bool
 
 
 def join(place: Place) -> DeviceMesh:
@@ -114,11 +117,12 @@ class Shard:
         device: torch.device,
         block: SharedBlock,
         memory_limit: int | None = None,
+        lost_s: float = 60.0,
     ) -> None:
-        self._model, self._train, self._device = model, train, device
-        self._starts, at = {}, 0
+        self._model, self._train, self._device, self._block = model, train, device, block
+        self._spans, at = dict[str, slice](), 0
         for name, parameter in model.named_parameters():
-            self._starts[name] = at
+            self._spans[name] = slice(at, at + parameter.numel())
             at += parameter.numel()
         on_gpu = device.type == "cuda"
         if memory_limit is None and not on_gpu:
@@ -126,24 +130,17 @@ class Shard:
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if on_gpu else None
         try:
             self._sharded: ShardedModel = matrix_fully_shard(
-                model, mesh, mp=mixed, timeout_s=LOST_S, memory_limit=memory_limit
+                model, mesh, mp=mixed, timeout_s=lost_s, memory_limit=memory_limit
             )
         except ShardingError as error:
             raise ConfigError(f"devices: {error}") from error
+        _set_pg_timeout(timedelta(seconds=lost_s), mesh.get_group())  # NCCL knows no other; until here it was JOIN_S
         self._optimizer = self._fresh()
-        self._flat = torch.frombuffer(block.view("params"), dtype=torch.float32)
+        self._flat = self._region("params")
 
-    def held(self) -> tuple[Held, ...]:
-        """What this rank holds."""
-        return tuple(
-            Held(
-                name=owned.name,
-                first_row=owned.piece.first_row,
-                rows=owned.piece.shape[0],
-                whole_shape=owned.whole_shape,
-            )
-            for owned in self._sharded.owned()
-        )
+    def plan(self) -> str:
+        """Who owns how much, as a table."""
+        return self._sharded.plan.table()
 
     def publish(self) -> None:
         """Writes the owned pieces to their places in the block's flat parameters."""
@@ -154,6 +151,11 @@ class Shard:
         """Takes the owned pieces from the block's flat parameters."""
         for place, parameter in self._places():
             parameter.copy_(place)
+
+    def project(self, seed: int, share: tuple[int, int]) -> list[float]:
+        """A part of the projection of the block's theta; see `optim.projection`."""
+        found: list[float] = project(self._region("theta"), seed, share=share).tolist()
+        return found
 
     def seed(self, value: int) -> None:
         """Of dropout."""
@@ -183,23 +185,39 @@ class Shard:
         """Forgets the moments."""
         self._optimizer = self._fresh()
 
-    def moments(self) -> dict[str, Array]:
-        """Whole optimizer tensors by "what/parameter": what this rank is to write, disjoint from the others'."""
-        found = owned_share(self._model, self._optimizer).moments
-        return {_turned(key): value.detach().cpu().contiguous().numpy() for key, value in found.items()}
+    def write(self, folder: Path, regions: Mapping[str, Region]) -> dict[str, dict[str, Any]] | Unwritten:
+        """Writes this rank's part of a checkpoint: moments, and by kind what it owns of these regions of the block.
 
-    def load(self, state: Mapping[str, Array]) -> None:
-        """Takes up, after a reset, what belongs to the owned pieces: "what/parameter", cut as they are."""
-        self.reset()
-        for owned in self._sharded.owned():
-            found: dict[str, Any] = {}
-            for key, value in state.items():
-                what, name = key.split("/", 1)
-                if name == owned.name:
-                    stays = what == "step" and self._device.type == "cpu"
-                    found[what] = torch.from_numpy(value).clone().to("cpu" if stays else self._device)
-            if found:
-                self._optimizer.set_state_of(owned.parameter, found)
+        The answer is that of `write_part`.
+        """
+        names = written_here(self._model)
+        shapes = whole_shapes(self._model)
+        kinds: dict[str, Mapping[str, Tensor]] = {}
+        for kind, region in regions.items():
+            flat = self._region(region)
+            kinds[kind] = {name: flat[self._spans[name]].view(shapes[name]) for name in names}
+        kinds[MOMENTS] = owned_moments(self._model, self._optimizer)
+        try:
+            return write_part(folder, self._sharded.rank, self._sharded.world_size, kinds)
+        except StorageError as error:
+            return Unwritten(str(error), is_full(error))
+
+    def load(self, folder: Path) -> None:
+        """Takes up the optimizer's state of a checkpoint, of any number of devices, as far as it is owned here.
+
+        Raises ValueError for a tensor that does not fit.
+        """
+        shapes = whole_shapes(self._model)
+        with Parts(folder, MOMENTS) as moments:
+            for key in moments.keys():
+                name, what = key.rsplit("/", 1)
+                shape = moments.shape(key)
+                if shape and shape != (fits := state_shape(what, torch.Size(shapes[name]))):
+                    raise ValueError(f"{what} of {name} has shape {shape}, not {tuple(fits)}")
+            take_up_moments(self._model, self._optimizer, moments, moments.keys())
+
+    def _region(self, name: Region) -> Tensor:
+        return torch.frombuffer(self._block.view(name), dtype=torch.float32)
 
     def _places(self) -> list[tuple[Tensor, Tensor]]:
         """(place in the flat parameters, what is held), both flat."""
@@ -207,7 +225,7 @@ class Shard:
         for owned in self._sharded.owned():
             held = owned.parameter.detach().view(-1)
             row = held.numel() // owned.piece.shape[0]
-            start = self._starts[owned.name] + owned.piece.first_row * row
+            start = self._spans[owned.name].start + owned.piece.first_row * row
             places.append((self._flat[start : start + held.numel()], held))
         return places
 
@@ -217,15 +235,31 @@ class Shard:
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def _update(self, rate: float) -> None:
-        train = self._train
-        matrix = rate * (train.muon_learning_rate / train.learning_rate) if train.optimizer == "muon" else rate
+        matrix = matrix_rate(self._train, rate)
         for optimizer, lr in ((self._optimizer.matrix, matrix), (self._optimizer.adamw, rate)):
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        if train.clip_norm:
-            clip_grad_norm_(self._model, train.clip_norm)
+        if self._train.clip_norm:
+            self._clip(self._train.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, most: float) -> None:
+        """As InnerLoop does: with "basis_rotated" the hidden matrices and the rest each by their own norm."""
+        if self._train.optimizer != "basis_rotated":
+            clip_grad_norm_(self._model, most)
+            return
+        parts = [
+            [each for group in optimizer.param_groups for each in group["params"]]
+            for optimizer in (self._optimizer.matrix, self._optimizer.adamw)
+        ]
+        for others in parts:  # put by, while the rest is clipped
+            put_by = [parameter.grad for parameter in others]
+            for parameter in others:
+                parameter.grad = None
+            clip_grad_norm_(self._model, most)
+            for parameter, gradient in zip(others, put_by, strict=True):
+                parameter.grad = gradient
 
     def _fresh(self) -> OwnerOptimizer:
         train = self._train
@@ -241,6 +275,8 @@ class Shard:
             return build_optimizer(
                 self._model, "muon", lr=train.muon_learning_rate, momentum=train.muon_momentum, **others
             )
+        if train.optimizer == "soap":
+            return build_optimizer(self._model, "soap", **others | soap_settings(train))
         own: dict[str, Any] = {"lr": train.learning_rate, "betas": betas, "eps": train.eps, **others}
         if train.optimizer == "adamw":
             return build_optimizer(self._model, "adamw", fused=True, **own)
@@ -252,28 +288,8 @@ class Shard:
         return build_optimizer(self._model, "basis_rotated", **own, **rotation)
 
 
-def cut_for(held: Sequence[Held], state: Mapping[str, Tensor]) -> dict[str, Array]:
-    """What of a whole optimizer's state ("what/parameter") a rank is to load."""
-    rows = {each.name: each for each in held}
-    found: dict[str, Array] = {}
-    for key, value in state.items():
-        name = key.split("/", 1)[1]
-        if name not in rows:
-            continue
-        each = rows[name]
-        by_rows = tuple(value.shape) == each.whole_shape
-        found[key] = (value[each.first_row : each.first_row + each.rows] if by_rows else value).contiguous().numpy()
-    return found
-
-
 def rows_of(windows: Array, rank: int, world_size: int) -> tuple[Array, float]:
     """A rank's rows of a batch, and their part of it; the first row with 0 for a rank that gets none."""
     rows = shared_out(len(windows), rank, world_size)
     mine = windows[rows]
     return (np.ascontiguousarray(mine), len(mine) / len(windows)) if len(mine) else (windows[:1].copy(), 0.0)
-
-
-def _turned(key: str) -> str:
-    """ "parameter/what" as "what/parameter": no parameter's name has a slash."""
-    name, what = key.rsplit("/", 1)
-    return f"{what}/{name}"

@@ -8,6 +8,7 @@ from torch import nn
 
 from peerloom.node.worker.inner import hidden_matrices
 from peerloom.node.worker.stage_model import stage_outline
+from peerloom.optim import soap
 from peerloom.optim.basis_rotation import MAX_SIDE
 from peerloom.optim.eigenbasis import rotated_sides
 from peerloom.optim.encode import encoded_bytes
@@ -56,7 +57,7 @@ def optimizer_numel(model: nn.Module, train: TrainSpec) -> int:
     for name, parameter in model.named_parameters():
         moments = 1 if name in hidden and train.optimizer == "muon" else 2
         total += moments * parameter.numel()
-        if name in hidden and train.optimizer == "basis_rotated":
+        if name in hidden and train.optimizer in ("basis_rotated", "soap"):
             rows, columns = parameter.shape
             total += basis_numel(rows, columns, train)
     return total
@@ -64,6 +65,8 @@ def optimizer_numel(model: nn.Module, train: TrainSpec) -> int:
 
 def basis_numel(rows: int, columns: int, train: TrainSpec) -> int:
     """Elements of a matrix's bases, and of their covariances where these are kept."""
+    if train.optimizer == "soap":
+        return 2 * sum(size**2 for size in (rows, columns) if 1 < size <= soap.MAX_SIDE)
     sides = rotated_sides(rows, columns, train.rotation_geometry, MAX_SIDE)
     squares = sum(size**2 for size, rotated in zip((rows, columns), sides, strict=True) if rotated)
     return squares * (2 if train.rotation_source == "2nd" else 1)

@@ -4,6 +4,9 @@ A step is forward and backward of its microbatches and one optimizer step. Its p
 and in CPU seconds, and put together from medians: microbatches * pass + optimizer, where BasisRotatedAdam's optimizer
 step is (freq - 1) ordinary steps and one refresh, over freq. The first step's eigenbases are left out: it is one of a
 run.
+
+`step_cost_*_whole` are put together from nothing: ten steps of each optimizer in turn, clipping included, of which one
+refreshes; at the demo's own small batch the optimizer weighs the most.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from tests.benchmarks.rows import Row, median
 
 BYTES = 256
 FREQUENCIES = (10, 100)  # steps between refreshes
+WHOLE_FREQ = 10  # of whole steps, and how many are taken: one of them refreshes
+CLIP = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,9 @@ class Scale:
 
 SMALL = Scale(
     width=256, hidden=704, layers=2, length=256, tokens=8192, tokens_a_pass=2048, rounds=5
+)  # fmt: skip
+DEMO = Scale(
+    width=128, hidden=352, layers=4, length=128, tokens=1024, tokens_a_pass=1024, rounds=5
 )  # fmt: skip
 LARGE = Scale(
     width=1024, hidden=2816, layers=1, length=1024, tokens=65536, tokens_a_pass=2048, rounds=3
@@ -99,9 +107,61 @@ class Net(nn.Module):
 
 
 def cost_rows(*, quick: bool) -> list[Row]:
-    """`step_cost_256_freq10` and `_freq100`, and where there is time the same of 1024."""
+    """`step_cost_256_freq10` and `_freq100` and the demo's whole steps; where there is time those of 256, and 1024."""
     measured = [(scale, measure(scale)) for scale in ((SMALL,) if quick else (SMALL, LARGE))]
-    return [cost_row(scale, freq, parts) for scale, parts in measured for freq in FREQUENCIES]
+    rows = [cost_row(scale, freq, parts) for scale, parts in measured for freq in FREQUENCIES]
+    return [*rows, *(whole_row(scale) for scale in ((DEMO,) if quick else (DEMO, SMALL)))]
+
+
+def whole_row(scale: Scale) -> Row:
+    """Whole steps, timed as they are; the mean of ten, since one of these refreshes and weighs a tenth."""
+    ours, theirs = whole_steps(scale)
+    return Row(
+        name=f"step_cost_{'demo' if scale is DEMO else scale.width}_whole_freq{WHOLE_FREQ}",
+        value=sum(ours) / len(ours),
+        unit="CPU s a step",
+        baseline="AdamW, fused",
+        baseline_value=sum(theirs) / len(theirs),
+        setting=f"{scale.layers} blocks of width {scale.width}, {scale.tokens} tokens a step in passes of "
+        f"{scale.tokens_a_pass}, {len(ours)} steps each in turn with clipping; median step {median(ours):.4f} s, "
+        f"the longest, a refresh, {max(ours):.4f} s, AdamW's median {median(theirs):.4f} s, 1 thread",
+    )
+
+
+def whole_steps(scale: Scale) -> tuple[list[float], list[float]]:
+    """CPU seconds of each step with BasisRotatedAdam, after the first, and with AdamW, in turn."""
+    net, tokens, adamw, rotated = tools(scale, WHOLE_FREQ)
+    groups = [group["params"] for group in rotated.param_groups]
+
+    def step(optimizer: torch.optim.Optimizer, clipped: list[list[Tensor]]) -> None:
+        for _ in range(scale.tokens // scale.tokens_a_pass):
+            torch.autograd.backward(net.loss(tokens))
+        for together in clipped:
+            nn.utils.clip_grad_norm_(together, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.autograd.backward(net.loss(tokens))
+    for optimizer in (adamw, rotated):  # what a first step alone does: moments, and the bases from scratch
+        optimizer.step()
+    net.zero_grad()
+    every = [list(net.parameters())]
+    taken = [(seconds(lambda: step(rotated, groups)), seconds(lambda: step(adamw, every))) for _ in range(WHOLE_FREQ)]
+    ours, theirs = zip(*taken, strict=True)
+    return list(ours), list(theirs)
+
+
+def tools(scale: Scale, freq: int) -> tuple[Net, Tensor, torch.optim.AdamW, BasisRotatedAdam]:
+    """A net, the tokens of a pass, and both optimizers over the same parameters."""
+    torch.manual_seed(0)
+    net = Net(scale)
+    tokens = torch.randint(0, BYTES, (scale.tokens_a_pass // scale.length, scale.length + 1))
+    adamw = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
+    matrices = [parameter for parameter in net.blocks.parameters() if parameter.dim() == 2]
+    known = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in net.parameters() if id(parameter) not in known]
+    groups = [{"params": matrices}, {"params": rest, "rotate": False}]
+    return net, tokens, adamw, BasisRotatedAdam(groups, 1e-4, freq=freq)
 
 
 def cost_row(scale: Scale, freq: int, parts: Parts) -> Row:
@@ -120,14 +180,7 @@ def cost_row(scale: Scale, freq: int, parts: Parts) -> Row:
 
 def measure(scale: Scale) -> Parts:
     """Times the parts in turn."""
-    torch.manual_seed(0)
-    net = Net(scale)
-    tokens = torch.randint(0, BYTES, (scale.tokens_a_pass // scale.length, scale.length + 1))
-    adamw = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
-    matrices = [parameter for parameter in net.blocks.parameters() if parameter.dim() == 2]
-    known = {id(parameter) for parameter in matrices}
-    rest = [parameter for parameter in net.parameters() if id(parameter) not in known]
-    rotated = BasisRotatedAdam([{"params": matrices}, {"params": rest, "rotate": False}], 1e-4, freq=2)
+    net, tokens, adamw, rotated = tools(scale, 2)
 
     def both() -> None:
         net.zero_grad()

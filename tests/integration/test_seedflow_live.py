@@ -1,4 +1,4 @@
-"""Five SeedFlow nodes as real processes over gRPC, two killed: one state in the end, that of a central replay."""
+"""Five SeedFlow nodes as real processes over gRPC, two killed, one without the base: one state, a central replay's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from peerloom.node.demo_seedflow import figures_of
 from peerloom.node.failures import OK
@@ -18,6 +19,7 @@ from peerloom.node.seams import WorkerSetup
 from peerloom.node.specs import load_spec
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.tasks.seedflow import SeedflowTask
+from peerloom.node.worker.tokenizer import save_byte_tokenizer
 from peerloom.protocol.flood_messages import Batch, FloodMessage, Segment
 from peerloom.protocol.types import PeerId
 from tests.helpers import Node, Swarm, run_peer, swarm_folder, write_run
@@ -30,20 +32,38 @@ START_S = 300.0  # six nodes import torch on a machine that may be busy
 Report = Callable[[str, object], None]
 
 
-def write_seedflow_run(folder: Path, clients: int = len(NAMES), max_steps: int = STEPS) -> Path:
-    """A run.toml of a tiny fine-tuning, over several subspaces."""
-    run = write_run(folder)
-    run.write_text(f"""
-name = "tiny-seedflow"
-method = "seedflow"
-[model]
+SIZES = """
 hidden_size = 32
 intermediate_size = 48
 layers = 1
 heads = 2
 kv_heads = 2
+"""
+
+
+def write_base(folder: Path) -> None:
+    """A model of a few thousand parameters, and a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    save_byte_tokenizer(folder)
+
+
+def write_seedflow_run(
+    folder: Path, clients: int = len(NAMES), max_steps: int = STEPS, base: Path | None = None
+) -> Path:
+    """A run.toml of a tiny fine-tuning, over several subspaces; model and tokenizer lie in `base`, if that is given."""
+    run = write_run(folder)
+    named = "" if base is None else json.dumps(str(base))
+    run.write_text(f"""
+name = "tiny-seedflow"
+method = "seedflow"
+[model]{f"{chr(10)}path = {named}" if named else SIZES}
 [data]
 source = {json.dumps(str(folder / "text"))}
+tokenizer = {named or '"bytes"'}
 sequence_length = 32
 held_out = 0.2
 [train]
@@ -94,20 +114,25 @@ def settled(swarm: Swarm, live: list[str]) -> list[dict[str, Any]] | None:
 def test_five_nodes_two_of_them_killed_hold_the_state_of_a_central_replay(
     tmp_path: Path, record_property: Report
 ) -> None:
+    """From before the kills on the base is nowhere on the disk: who starts then has it from a peer."""
     with swarm_folder() as folder:
         variables = {"TMPDIR": str(folder / "tmp"), "PEER_CHECKPOINT_EVERY_S": "5"}
-        swarm = Swarm(folder, write_seedflow_run(folder / "run"), variables)
+        base, hidden = folder / "base", folder / "hidden"
+        write_base(base)
+        swarm = Swarm(folder, write_seedflow_run(folder / "run", base=base), variables)
         try:
             swarm.start()
-            nodes = [swarm.join(name) for name in NAMES]
+            nodes = [swarm.join(name, "--trust-paths") for name in NAMES[:-1]]
             for node in nodes:
                 node.wait_for("flushes since it has a link", partial(flushed_on, node), START_S)
+            base.rename(hidden)
+            late = swarm.join(NAMES[-1])
             for victim in (swarm.nodes["b"], swarm.nodes["c"]):
                 victim.process.kill()
                 victim.process.wait()
                 victim.expect_nothing_left()
             taken = len(swarm.nodes["b"].events("flush"))
-            again = swarm.trainer("b")
+            again = swarm.join("b")
             live = ["a", "b", "d", "e"]
             rows = swarm.nodes["a"].wait_for("one state on all", lambda: settled(swarm, live), START_S)
             assert len(again.events("flush")) >= taken
@@ -119,12 +144,23 @@ def test_five_nodes_two_of_them_killed_hold_the_state_of_a_central_replay(
             union = set[FloodMessage]().union(*(messages_of(swarm.nodes[name], peers[name]) for name in live))
             assert len(union) == len({(one.origin, one.sequence) for one in union}) == figures[0].messages
             assert len({one.origin for one in union}) == len(NAMES), "the killed nodes' messages count"
+            hidden.rename(base)
             central = replayed(swarm.nodes["a"], union, tmp_path)
             assert central.state_hash().hex() == figures[0].state_hash
             record_property("messages", len(union))
-            check_export(swarm.nodes["d"], central, folder / "model")
+            for node in (late, again):
+                (fetched,) = node.events("base_fetched")
+                assert node.printed().startswith(f"fetched the base model for {fetched['bytes']} bytes; ")
+                assert 0 < fetched["bytes"] - 2 * parameters_of(base) < 50_000, "as bf16, and the files"
+            check_export(late, central, folder / "model")
         finally:
             swarm.stop()
+
+
+def parameters_of(base: Path) -> int:
+    """Of a folder that transformers wrote."""
+    with safe_open(base / "model.safetensors", framework="pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # it is no mapping
 
 
 def check_export(node: Node, central: SeedflowTask, out: Path) -> None:

@@ -59,6 +59,7 @@ class Member:
         self.clock = VirtualClock()
         self.counters: Counter[str] = Counter()
         self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[str] = []
         self.failure: BaseException | None = None
         self.running: asyncio.Task[None] | None = None
         self.lives = 0
@@ -101,6 +102,7 @@ class Member:
             phases=Phases(self.clock),
             journal=_Journal(self),
             progress=lambda what, share: None,
+            say=self.said.append,
             sign=lambda data: sign_as(self.peer_id, data),
             verify=verify,
         )
@@ -109,7 +111,7 @@ class Member:
 
     def _worker(self) -> MemorySeedflow:
         step_s, salt = self.swarm.step_s(self.index), str(self.lives)  # no life repeats another's scalars
-        self.workers.append(MemorySeedflow(step_s=step_s, start_s=0.5, salt=salt))
+        self.workers.append(MemorySeedflow(step_s=step_s, start_s=0.5, salt=salt, bare=self.index in self.swarm.bare))
         return self.workers[-1]
 
     async def _run(self) -> None:
@@ -159,6 +161,7 @@ class FloodSwarm:
         self.hub = MemoryHub(self.clock, random.Random(1), latency_s=0.02)
         self.registry = MemoryRegistry(self.clock)
         self.errors: list[str] = []
+        self.bare: set[int] = set()  # who has no base model
         self.members = [Member(self, index) for index in range(count)]
 
     def central(self, without: tuple[int, ...] = ()) -> str:

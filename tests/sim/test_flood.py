@@ -59,6 +59,7 @@ def test_twelve_nodes_with_kills_joins_and_a_partition_end_with_one_state(tmp_pa
     stayed = [member for member in swarm.members if member.index != 4]
     assert {member.facts.state_hash for member in stayed} == {swarm.central()}
     assert len([line for line in swarm.members[11].journal if line[0] == "joined"]) == 1
+    assert [said.rpartition("; ")[2] for said in swarm.members[11].said] == ["its hash was confirmed by 2 other peers"]
     assert not any(member.counters["flood_cut"] for member in swarm.members)
 
 
@@ -150,6 +151,51 @@ def test_a_node_whose_log_is_lost_goes_on_from_what_others_have_of_it(tmp_path: 
     assert [member.failure for member in swarm.members] == [None] * 3
     assert len({member.facts.state_hash for member in swarm.members}) == 1
     assert not any(member.counters["flood_cut"] for member in swarm.members)
+
+
+def test_a_late_joiner_of_one_node_says_what_it_cost_and_that_nobody_confirmed_it(tmp_path: Path) -> None:
+    async def scenario(swarm: FloodSwarm) -> None:
+        members = swarm.members
+        members[0].start()
+        await swarm.until("a record that tells of messages", lambda: members[0].facts.step >= 120)
+        members[1].start()
+        await swarm.until("all end", lambda: all(member.running is None for member in members))
+
+    swarm = play(lambda: FloodSwarm(tmp_path, 2, spec()), scenario)
+    ((_, joined),) = [line for line in swarm.members[1].journal if line[0] == "joined"]
+    (said,) = swarm.members[1].said
+    assert said.startswith(f"joined at {joined['messages']} messages for {joined['bytes']} bytes; ")
+    assert joined["witnesses"] == 0 and said.endswith("it is taken on the donor's word alone")
+    assert swarm.members[0].said == []
+
+
+def test_a_node_without_the_base_fetches_it_once_and_hands_it_on(tmp_path: Path) -> None:
+    async def scenario(swarm: FloodSwarm) -> None:
+        members, swarm.bare = swarm.members, {2, 3}
+        for member in members[:2]:
+            member.start()
+        await swarm.until("some steps", lambda: members[0].facts.step >= 60)
+        members[2].start()
+        await swarm.until("it trains", lambda: members[2].facts.step >= 70)
+        await members[2].kill()
+        members[2].start()
+        await swarm.until("it trains again", lambda: members[2].facts.step >= 90)
+        for member in members[:2]:
+            await member.kill()
+        await asyncio.sleep(40)  # their records expire
+        members[3].start()
+        await swarm.until("it trains too", lambda: members[3].facts.step > 0)
+        await swarm.until("all end", lambda: all(member.running is None for member in members))
+
+    swarm = play(lambda: FloodSwarm(tmp_path, 4, spec(max_steps=600)), scenario)
+    assert [member.failure for member in swarm.members] == [None] * 4
+    for member in swarm.members[2:]:
+        assert len([line for line in member.journal if line[0] == "base_fetched"]) == 1
+        assert member.said[0].startswith("fetched the base model for ") and member.said[1].startswith("joined at ")
+    assert sum(member.counters["base_served"] for member in swarm.members[:2]) == 1
+    assert swarm.members[2].counters["base_served"] == 1
+    assert len({member.facts.init_digest for member in swarm.members}) == 1
+    assert not any(swarm.members[index].facts.counters.get("peer_faults") for index in range(4))
 
 
 def test_a_bug_in_the_flood_ends_the_node_with_its_error(tmp_path: Path) -> None:

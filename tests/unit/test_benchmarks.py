@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from peerloom.protocol.runspec import RunSpec
 from tests.benchmarks import dht, exchange, overhead, pipeline, pipeline_recovery, reach, rows, soak_real, uneven, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
+from tests.benchmarks.pipeline_ends import Shares
 from tests.benchmarks.rows import Row
 
 KEYS = {"name", "value", "unit", "baseline", "baseline_value", "ratio", "setting"}
@@ -168,33 +171,63 @@ def test_an_end_that_raises_is_told_with_its_traceback() -> None:
         ends.answers()
 
 
-def test_utilization_is_the_less_busy_stages_median_over_turns() -> None:
-    shares = {
-        ("async", 20): [[0.9, 1.0], [0.95, 0.97], [0.96, 0.92]],
-        ("sync", 20): [[0.5, 0.4], [0.6, 0.45], [0.4, 0.5]],
+def test_utilization_is_the_less_busy_stages_median_over_turns(tmp_path: Path) -> None:
+    clock = {
+        ("async", 20): [(0.9, 1.0), (0.95, 0.97), (0.96, 0.92)],
+        ("sync", 20): [(0.5, 0.4), (0.6, 0.45), (0.4, 0.5)],
     }
-    row = pipeline.row_of(20, shares)
-    assert (row.name, row.value, row.baseline_value) == ("utilization_async_20ms", 0.95, 0.45)
-    assert "async 0.950 and 0.970, sync 0.500 and 0.450" in row.setting
+    found: Any = {key: [Shares(each, (each[0] - 0.1, each[1] - 0.2)) for each in turns] for key, turns in clock.items()}
+    (tmp_path / "text").mkdir()
+    spec = pipeline.spec(tmp_path, "async", 8)
+    by_clock, by_cpu = pipeline.rows_of(20, found, spec)
+    assert (by_clock.name, by_clock.value, by_clock.baseline_value) == ("utilization_async_20ms", 0.95, 0.45)
+    assert "async 0.950 and 0.970, sync 0.500 and 0.450" in by_clock.setting
+    assert "8 microbatches an update, window 16, each of 2 x 128" in by_clock.setting
+    assert (by_cpu.name, by_cpu.value) == ("utilization_cpu_async_20ms", pytest.approx(0.77))
+    plain = pipeline.rows_of(20, found, pipeline.spec(tmp_path, "async", 1))
+    assert [row.name for row in plain] == ["utilization_async_20ms_default", "utilization_cpu_async_20ms_default"]
+    assert "1 microbatches an update, window 2, each of 16 x 128" in plain[0].setting
 
 
-def a_run(recoveries: list[float], off: float) -> pipeline_recovery.Run:
-    """A loss that falls from 4, a little off."""
-    curve = [(update, 4 - update / 100 + off) for update in range(10, 201, 10)]
-    return pipeline_recovery.Run(recoveries, curve, curve, 60.0, "a machine")
+def a_run(recoveries: list[float], off: float, dip: float = 0.0) -> pipeline_recovery.Run:
+    """A loss that falls from 4, a little off, more so around update 100."""
+    curve = [(update, 4 - update / 100 + off + dip * (60 < update <= 110)) for update in range(10, 201, 10)]
+    stages = pipeline_recovery.stages_to_kill(len(recoveries))
+    return pipeline_recovery.Run(stages, recoveries, curve, curve, 60.0, "a machine")
 
 
 def test_a_run_with_kills_is_held_against_the_noise_of_those_without(tmp_path: Path) -> None:
     quiet = [a_run([], off) for off in (0.0, 0.02)]
     near, far = (pipeline_recovery.loss_row(a_run([5.0, 6.0], off), quiet) for off in (0.04, 0.1))
     assert (near.value, near.baseline_value) == (pytest.approx(2.24), pytest.approx(2.21))
-    assert "deviation 0.0141" in near.setting and "0.0300 apart, within 3" in near.setting
-    assert "0.0900 apart, NOT within 3" in far.setting
+    assert "deviation 0.0141" in near.setting and "0.0300 apart at the end" in near.setting
+    assert "0.0300 where they are farthest, within 3" in near.setting
+    assert "0.0900 where they are farthest, NOT within 3" in far.setting
+    healed = pipeline_recovery.loss_row(a_run([5.0, 6.0], 0.01, dip=0.1), quiet).setting
+    assert "0.0000 apart at the end" in healed and "NOT within 3" in healed, "it was off on the way"
     file = tmp_path / "results" / "recovery.jsonl"
-    for run in (*quiet, a_run([5.0, 6.0], 0.04)):
+    for run in (*quiet, replace(a_run([9.0, 9.0], 0.04), stages=[1, 1]), a_run([5.0, 6.0], 0.04)):
         pipeline_recovery.keep(file, run)
     rows = pipeline_recovery.recovery_rows(2, 2, file)
-    assert [(row.name, row.value) for row in rows] == [("recovery_s", 5.5), ("recovery_loss", near.value)]
+    assert [(row.name, row.value) for row in rows] == [("recovery_s", 6.0), ("recovery_loss", near.value)]
+
+
+def test_each_stage_is_killed_and_no_kill_may_take_longer_than_allowed() -> None:
+    assert pipeline_recovery.stages_to_kill(1) == [1]
+    assert pipeline_recovery.stages_to_kill(3) == [1, 2, 3]
+    ten = pipeline_recovery.stages_to_kill(10)
+    assert ten[:4] == [1, 2, 3, 0] and len(ten) == 10 and set(ten[4:]) <= set(range(4)) and len(set(ten[4:])) > 1
+    row = pipeline_recovery.recovery_row(a_run([5.0, 6.0, 14.0], 0.0))
+    assert (row.value, row.unit) == (14.0, "s, the longest") and "median 6.0 s; by stage 1: 5.0, 2: 6.0" in row.setting
+    assert "NOT within" in pipeline_recovery.recovery_row(a_run([5.0, 6.0, 14.1], 0.0)).unit
+
+
+def test_a_copy_counts_that_is_newer_than_the_kill_before(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "run" / "stage-002" / "checkpoints" / "round-000040"
+    folder.mkdir(parents=True)
+    os.utime(folder, (1000.0, 1000.0))
+    assert pipeline_recovery.has_copy(tmp_path, 2, 0.0) and pipeline_recovery.has_copy(tmp_path, 2, 999.0)
+    assert not pipeline_recovery.has_copy(tmp_path, 2, 1001.0) and not pipeline_recovery.has_copy(tmp_path, 1, 0.0)
 
 
 def journal(home: Path, *rounds: int) -> None:

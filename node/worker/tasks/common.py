@@ -32,7 +32,8 @@ def chosen_device(setup: WorkerSetup, name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device: {name!r} is not there ({count} CUDA devices are); use another, or cpu")
+            key, remedy = ("devices", "cpu:N for N processes on the CPU") if setup.devices else ("device", "cpu")
+            raise ConfigError(f"{key}: {name!r} is not there ({count} CUDA devices are); use another, or {remedy}")
     return device
 
 

@@ -25,6 +25,7 @@ from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters, Layout
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
@@ -97,7 +98,8 @@ class GaslocTask:
         self._flat = FlatParameters(self._model.named_parameters(), host if on_cpu else None)
         flat = self._flat.flat
         live = (self._host_theta, previous) if on_cpu else (torch.empty_like(flat), torch.empty_like(flat))
-        self._inner: Inner = InnerLoop(self._model, self._spec.train)
+        self._inner: Inner
+        self._inner = self._loop = InnerLoop(self._model, self._spec.train)
         self._open_method(flat, live, self._flat.layout())
 
     def _open_block(self, numel: int, memory_fd: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +167,7 @@ class GaslocTask:
     def _resume(self) -> tuple[bool, list[str]]:
         """Takes up the newest intact checkpoint, if any; returns whether it did, and what was wrong on the disk."""
         checkpoint.clear_leftovers(self._folder)
-        found, notes = checkpoint.newest_intact(self._folder)
+        found, notes = self._newest()
         self._cursor = BatchCursor(self._setup.run_dir / "batch.cursor", found.meta.batch_cursor if found else None)
         if self._cursor.note:
             notes.append(self._cursor.note)
@@ -178,7 +180,7 @@ class GaslocTask:
         self._method.load_state_dict(state if found.params is None else {**state, "params": found.params})
         self._spread()
         self._exchanges.remember(meta.distances)
-        self._inner.load_state(found.optimizer)
+        self._load_moments(found)
         self._position = _Position(
             meta.round, meta.step, meta.tokens, meta.adam_steps, meta.adopted_at, meta.held_out_loss
         )
@@ -292,7 +294,10 @@ class GaslocTask:
     def _step(self, index: int) -> Tensor:
         at = self._position
         rate = learning_rate(at.step, self._spec.train, adopted_at=at.adopted_at)
-        loss = self._inner.step(torch.from_numpy(self._batches[index]), rate)
+        try:
+            loss = self._inner.step(torch.from_numpy(self._batches[index]), rate)
+        except NonFiniteGradient as error:
+            raise NonFiniteLoss(self._diverged("a gradient")) from error
         at.step += 1
         at.adam_steps += 1
         at.tokens += self._spec.train.batch_size * self._spec.data.sequence_length
@@ -314,11 +319,15 @@ class GaslocTask:
         if self._spec.gasloc.overlap:
             self._spread()  # local steps go on from y
         if not (bool(losses.isfinite().all()) and bool(y.sum().isfinite())):
-            raise NonFiniteLoss(
-                f"training diverged in round {self._position.round} (step {self._position.step}): the loss or a "
-                "parameter is not finite; lower train.learning_rate if it happens again"
-            )
+            raise NonFiniteLoss(self._diverged("the loss or a parameter"))
         self._exchanges.send(self._position.round)
+
+    def _diverged(self, what: str) -> str:
+        at = self._position
+        return (
+            f"training diverged in round {at.round} (step {at.step}): {what} is not finite; "
+            "lower train.learning_rate if it happens again"
+        )
 
     def _dropout_seed(self, first_batch: int) -> int:
         """A resumed node drops what it would have dropped; matters only for models with dropout."""
@@ -373,7 +382,7 @@ class GaslocTask:
         """Writes a checkpoint of the state between two rounds; raises StorageError, RuntimeError amid a round."""
         if self._exchanges.open or self._exchanges.fragment:
             raise RuntimeError("a checkpoint holds a finished round: call finish() before save()")
-        at, state = self._position, self._method.state_dict()
+        at = self._position
         meta = checkpoint.Meta(
             round=at.round,
             step=at.step,
@@ -387,13 +396,23 @@ class GaslocTask:
             distances=self._exchanges.distances(),
             versions=library_versions(),
         )
+        return self._write(meta)
+
+    def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+        return checkpoint.newest_intact(self._folder)
+
+    def _load_moments(self, found: checkpoint.Checkpoint) -> None:
+        self._loop.load_state(found.optimizer)
+
+    def _write(self, meta: checkpoint.Meta) -> Path:
+        state = self._method.state_dict()
         return checkpoint.save(
             self._folder,
             checkpoint.Checkpoint(
                 meta=meta,
                 theta=state["theta"].cpu(),
                 previous=state["previous"].cpu(),
-                optimizer=self._inner.state(),
+                optimizer=self._loop.state(),
                 params=state["params"].cpu() if "params" in state else None,
             ),
             keep=self._setup.keep_checkpoints,
@@ -404,7 +423,10 @@ class GaslocTask:
 
     def _sketch(self) -> tuple[float, ...]:
         """theta's projection, the same for all nodes of the run; to seven digits, which is what fp32 holds."""
-        return tuple(float(f"{value:.7g}") for value in project(self._method.theta, self._spec.seed).tolist())
+        return tuple(float(f"{value:.7g}") for value in self._projected().tolist())
+
+    def _projected(self) -> Tensor:
+        return project(self._method.theta, self._spec.seed)
 
     def _publish_theta(self, fragment: int | None = None) -> None:
         """Shows the daemon the round's start point, whole or a fragment's; on the CPU theta lives there already."""

@@ -3,19 +3,26 @@
 theta, y and previous lie once a node in the shared block, flat in the order of a node with one device, so that nodes
 with different numbers of devices exchange with each other, and a node may change its number between two starts. For an
 exchange every rank writes the segments it owns into that block; rank 0 mixes there, and each takes its segments back.
+The sketch of theta, which costs twice as much as the mixing, is shared out.
+A checkpoint is written by all ranks side by side, each what it owns; rank 0 gives it its name once all have.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from peerloom.node.seams import WorkerSetup
+from peerloom.node import checkpoint
+from peerloom.node.checkpoint_parts import MODEL
+from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.group import Group, Pipe
+from peerloom.node.worker.memory import Region
 from peerloom.node.worker.model import numel_of
 from peerloom.node.worker.tasks.common import chosen_device
 from peerloom.node.worker.tasks.gasloc import GaslocTask
@@ -53,6 +60,7 @@ class GaslocGroupTask(GaslocTask):
         torch.cat([parameter.detach().view(-1) for parameter in model.parameters()], out=host)
         self._group.shard(model, self._block)
         self._inner = self._group
+        self._names = [name for name, _ in named]
         self._open_method(host, (self._host_theta, previous), named)
 
     def _seed(self, value: int) -> None:
@@ -63,6 +71,32 @@ class GaslocGroupTask(GaslocTask):
 
     def _spread(self) -> None:
         self._group.pull()
+
+    def ready(self) -> WorkerReady:
+        """What start() answers."""
+        return replace(super().ready(), owners=self._group.owners)
+
+    def _projected(self) -> Tensor:
+        return self._group.project()
+
+    def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+        return checkpoint.newest_intact(self._folder, moments=False)
+
+    def _load_moments(self, found: checkpoint.Checkpoint) -> None:
+        assert found.folder is not None  # ours: it was read from disk
+        self._group.load(found.folder)
+
+    def _write(self, meta: checkpoint.Meta) -> Path:
+        regions: dict[str, Region] = {MODEL: "theta", "previous": "previous"}
+        if self._spec.gasloc.fragments > 1:
+            regions["params"] = "params"
+        return checkpoint.save_parts(
+            self._folder,
+            meta,
+            self._names,
+            lambda folder: self._group.write(folder, regions),
+            keep=self._setup.keep_checkpoints,
+        )
 
     def _publish_theta(self, fragment: int | None = None) -> None:
         """theta lives in the block."""

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from peerloom.node.durable import storage_errors
 from peerloom.node.seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerSetup
-from peerloom.node.worker import messages
+from peerloom.node.worker import base, messages
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
-from peerloom.node.worker.model import build_model
 from peerloom.node.worker.objectives import open_objective
 from peerloom.node.worker.tasks.common import NonFiniteLoss, chosen_device
+from peerloom.node.worker.tokenizer import Tokenizer, load_tokenizer
 from peerloom.optim.subcge import NotFinite
 from peerloom.optim.subcge_targets import Target
-from peerloom.protocol.errors import MalformedMessage
+from peerloom.protocol.errors import BaseMissing, DataError, MalformedMessage
 from peerloom.protocol.flood_messages import Batch
 
 
@@ -47,20 +47,29 @@ class SeedflowTask:
         self._device = chosen_device(setup, setup.device)
         began = time.perf_counter()
         progress("model", 0.0)
-        built = build_model(self._spec)
+        built = base.base_of(self._spec, setup.run_dir)
         self._init_digest = states.base_digest(built)
         self._model = built.to(self._device).eval().requires_grad_(False)
         self._numel = sum(parameter.numel() for parameter in self._model.parameters())
         began = self._phase("model", began)
-        self._objective = open_objective(setup, self._model, self._device, progress)
+        self._tokenizer = self._open_tokenizer()
+        self._objective = open_objective(setup, self._tokenizer, self._model, self._device, progress)
         began = self._phase("data", began)
         targets = states.trainable(self._model, self._spec)
-        base, anchor = self._stored("base", targets), self._stored("anchor", targets)
+        self._base, anchor = self._stored("base", targets), self._stored("anchor", targets)
         for target in targets:
-            base[target.name].copy_(target.parameter)
-        self._flow = states.open_flow(self._model, self._spec, base, anchor)
+            self._base[target.name].copy_(target.parameter)
+        self._flow = states.open_flow(self._model, self._spec, self._base, anchor)
         self._key = states.signed_key(setup.peer_id)
         self._phase("base copy", began)
+
+    def _open_tokenizer(self) -> Tokenizer:
+        try:
+            return load_tokenizer(base.with_tokenizer(self._spec, self._setup.run_dir).data.tokenizer)
+        except DataError as error:
+            if not self._spec.model.path:
+                raise
+            raise BaseMissing([str(error)]) from error
 
     def _phase(self, name: str, began: float) -> float:
         now = time.perf_counter()
@@ -116,6 +125,9 @@ class SeedflowTask:
                 return None
             case messages.Evaluate():
                 return self.evaluate()
+            case messages.WriteBase(folder, weights):
+                self.write_base(folder, weights)
+                return None
             case messages.SaveState(step):
                 return self.save(step)
         raise RuntimeError(f"no command of SeedFlow: {command}")
@@ -184,6 +196,10 @@ class SeedflowTask:
             self._flow.load_state(states.unpack(state, self._flow, self._spec.seedflow.periods()))
         except ValueError as error:
             raise MalformedMessage(f"{len(state)} bytes that are no sums of this run: {error}") from error
+
+    def write_base(self, folder: Path, weights: bool = True) -> None:
+        """Writes the base into a folder, to be handed over; raises RunMismatch or StorageError."""
+        base.write_base(folder, self._model, self._base, self._tokenizer, self._init_digest if weights else "")
 
     def evaluate(self) -> Evaluation:
         """Held-out loss and accuracy; sums from the base first where messages came late."""

@@ -33,6 +33,7 @@ from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.basis_rotation import stage_frequencies
+from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 from peerloom.protocol.ledger import Microbatch
@@ -205,7 +206,7 @@ class StageTask:
 
     def obey(self, command: messages.Command, between: Between) -> object:
         """Carries out one command of a stage."""
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         loss = None
         match command:
             case messages.Forward(microbatch, version, update):
@@ -220,7 +221,7 @@ class StageTask:
                 return self.save(ledger, lane)
             case _:
                 raise RuntimeError(f"a stage knows no {command}")
-        return messages.Ran(time.perf_counter() - began, loss)
+        return messages.Ran(time.perf_counter() - began, loss, time.process_time() - cpu_began)
 
     # the passes
 
@@ -244,8 +245,14 @@ class StageTask:
         return None
 
     def backward(self, microbatch: Microbatch) -> None:
-        """From the gradient in the inbox to the gradient of what the stage was given, in the outbox."""
-        self._backward(self._passes.pop(microbatch), self._inbox.to(self._device).float())
+        """From the gradient in the inbox to the gradient of what the stage was given, in the outbox.
+
+        Raises NonFiniteLoss.
+        """
+        gradient = self._inbox.to(self._device).float()
+        if self._first and not bool(gradient.sum().isfinite()):  # elsewhere what is given on would show it
+            raise NonFiniteLoss(self._diverged("a gradient"))
+        self._backward(self._passes.pop(microbatch), gradient)
 
     def _backward(self, done: _Pass, gradient: Tensor | None) -> None:
         inputs = [] if self._first else [done.given]
@@ -265,13 +272,16 @@ class StageTask:
                 total.add_(grad)
 
     def update(self, update: int, oldest: int) -> None:
-        """Trains the newest weights with the mean gradient of an update's microbatches."""
+        """Trains the newest weights with the mean gradient of an update's microbatches; raises NonFiniteLoss."""
         if update != self._weights.newest:
             raise ValueError(f"asked for update {update} while {self._weights.newest} is next")
         parts = self._spec.pipeline.microbatches
         for (_, parameter), grad in zip(self._model.named_parameters(), self._sums.pop(update), strict=True):
             parameter.grad = grad if parts == 1 else grad.div_(parts)
-        self._inner.update(learning_rate(update, self._spec.train))
+        try:
+            self._inner.update(learning_rate(update, self._spec.train))
+        except NonFiniteGradient as error:
+            raise NonFiniteLoss(self._diverged("a gradient")) from error
         self._weights.updated(oldest)
         if self._first:
             self._tokens += self._spec.train.batch_size * self._spec.data.sequence_length

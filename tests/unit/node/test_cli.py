@@ -62,6 +62,8 @@ class Daemon:
             raise self.error
         arguments["on_status"](status("a", state="starting", reason="reading text"))
         arguments["on_joinable"](SimpleNamespace(invites=[INVITE, INVITE + "2"]))
+        if not arguments["spec"]:
+            arguments["on_said"]("joined at 7 messages for 1000 bytes")
         arguments["on_started"]([("DHT", 1.0), ("model", 2.5)])
         arguments["on_status"](status("a"))
         return 0
@@ -127,7 +129,7 @@ def test_flags_reach_the_config_only_when_given(peer: Peer, daemon: Daemon, tmp_
 
 
 def test_a_joiner_prints_no_invite(peer: Peer, daemon: Daemon, tmp_path: Path) -> None:
-    assert peer("join", INVITE, "--home", str(tmp_path)).stdout == ""
+    assert peer("join", INVITE, "--home", str(tmp_path)).stdout == "joined at 7 messages for 1000 bytes\n"
 
 
 @pytest.mark.parametrize(("command", "role"), [("bootstrap", "bootstrap"), ("join", "trainer")])
@@ -250,6 +252,10 @@ def test_run_init_then_check(peer: Peer, tmp_path: Path) -> None:
     result = peer("run", "check", "mine.toml")
     assert result.exit_code == 0
     assert RunSpec().run_id in result.stdout
+    assert peer("run", "init", "deep.toml", "--method", "pipeline").exit_code == 0
+    assert "method pipeline" in peer("run", "check", "deep.toml").stdout
+    result = peer("run", "init", "odd.toml", "--method", "magic")
+    assert result.exit_code == 10 and "method = 'magic'" in result.stderr and not (tmp_path / "odd.toml").exists()
 
 
 def test_run_init_replaces_nothing_unless_told(peer: Peer, tmp_path: Path) -> None:

@@ -257,6 +257,7 @@ async def test_a_taken_port_is_said_and_the_default_moves_on() -> None:
     [
         ("none", None),
         (DEFAULT, Endpoint("127.0.0.1", 9464, moves=True)),
+        ("127.0.0.1:9464", Endpoint("127.0.0.1", 9464, moves=False)),  # who names it means it
         ("0.0.0.0:80", Endpoint("0.0.0.0", 80, moves=False)),
         ("[::1]:0", Endpoint("::1", 0, moves=False)),
     ],

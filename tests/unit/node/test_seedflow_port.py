@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from peerloom.node import base_folder
 from peerloom.node.memory_seedflow import MemorySeedflow
 from peerloom.node.seams import FIRST_STEP, SeedflowPort, SeedflowReady, WorkerDied, WorkerSetup
 from peerloom.node.worker.seedflow_port import SeedflowProcess
@@ -74,6 +75,13 @@ async def test_a_state_is_its_set_of_messages(make: Make, given: WorkerSetup) ->
     state = await worker.export_state()
     assert state == await other.export_state() and len(state) <= ready.state_bytes_max
     await worker.save(10)
+    folder = base_folder.empty(given.run_dir)
+    await worker.write_base(folder, False)
+    assert not (folder / base_folder.WEIGHTS).exists()
+    await worker.write_base(folder, True)
+    assert await other.base_numel(folder) == ready.numel
+    weights = folder / base_folder.WEIGHTS
+    assert base_folder.weights_digest(weights, "fp32") == ready.init_digest, "the base, whatever was trained since"
 
 
 async def test_retracting_leaves_no_trace(make: Make, given: WorkerSetup) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from peerloom.node.identity import Identity
-from peerloom.node.specs import MAX_SPEC_BYTES, TEMPLATE, embedded_spec, load_spec, sign_spec, verify_spec
+from peerloom.node.specs import (
+    MAX_SPEC_BYTES,
+    TEMPLATE,
+    demo_spec,
+    embedded_spec,
+    load_spec,
+    sign_spec,
+    template,
+    verify_spec,
+)
 from peerloom.protocol.errors import (
     AuthenticationError,
     ConfigError,
@@ -20,6 +29,7 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import SignedSpec
 
 ROOT = Path(__file__).parents[3]
+PIPELINE_ID = "25251ec073f0d60c"  # of a run.toml that says `method = "pipeline"` and no more
 
 
 def test_the_embedded_spec_checks_and_reads_text_every_machine_has() -> None:
@@ -37,6 +47,21 @@ def test_the_template_is_the_defaults_and_comments_every_key() -> None:
 
 def test_the_example_in_deploy_is_the_template() -> None:
     assert (ROOT / "deploy/run.example.toml").read_text() == TEMPLATE, "write peerloom.node.specs.TEMPLATE to it"
+
+
+def test_the_pipeline_s_template_and_demo_name_the_optimizer_that_bears_delay() -> None:
+    """While a text without these keys is the run that it was."""
+    spec = RunSpec.from_toml(template("pipeline"))
+    assert spec.train == replace(RunSpec().train, optimizer="basis_rotated", beta2=0.999, learning_rate=2.5e-3)
+    assert spec == replace(RunSpec(), method="pipeline", train=spec.train)
+    demo = demo_spec("pipeline", 4)
+    assert (demo.train.optimizer, demo.train.beta2, demo.pipeline.stages) == ("basis_rotated", 0.999, 4)
+    plain = RunSpec.from_toml('method = "pipeline"\n')
+    assert (plain.train, plain.run_id) == (RunSpec().train, PIPELINE_ID)
+    assert RunSpec.from_toml(template("seedflow")) == replace(RunSpec(), method="seedflow")
+    assert template("gasloc") == TEMPLATE
+    with pytest.raises(SpecError, match="method"):
+        template("magic")
 
 
 def test_a_file_is_read_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from peerloom.node import checkpoint
 from peerloom.node.worker import messages
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import PAGE
+from peerloom.node.worker.model import model_config
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.stage_memory import stage_memory
 from peerloom.node.worker.stage_model import build_stage, stage_outline
+from peerloom.node.worker.tasks.common import NonFiniteLoss
 from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask, stage_train
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.protocol.errors import ConfigError, SpecError
@@ -74,22 +76,49 @@ def test_weights_that_are_proposed_amid_passes_leave_them_as_they_are(
     assert all(machine.applied == 12 for machine in mixing.machines)
 
 
-def test_one_stage_is_plain_training_bit_for_bit(source: Path, tmp_path: Path) -> None:
-    spec = stage_spec(source, stages=1)
-    pipeline = LocalPipeline(spec, tmp_path, limit=10)
+@pytest.mark.parametrize("optimizer", ["adamw", "basis_rotated"])
+def test_one_stage_is_plain_training_bit_for_bit(source: Path, tmp_path: Path, optimizer: str) -> None:
+    """That of a transformers model with the stage's first weights, with a refresh of bases amid it."""
+    spec = stage_spec(source, stages=1, optimizer=optimizer)
+    model = AutoModelForCausalLM.from_config(model_config(spec))
+    model.load_state_dict(build_stage(spec, 0).state_dict())
+    pipeline = LocalPipeline(spec, tmp_path, limit=12)
     pipeline.run()
-    model = build_stage(spec, 0)
     loop, data = InnerLoop(model, spec.train), batches(spec, tmp_path / "cache")
-    plain = []
-    for update in range(10):
-        windows = torch.from_numpy(data[update])
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
-        loss.backward()
-        loop.update(learning_rate(update, spec.train))
-        plain.append(float(loss.detach()))
+    plain = [
+        float(loop.step(torch.from_numpy(data[update]), learning_rate(update, spec.train))) for update in range(12)
+    ]
     assert pipeline.losses == plain
-    for ours, theirs in zip(pipeline.tasks[0]._model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    theirs = dict(model.named_parameters())
+    for name, parameter in pipeline.tasks[0]._model.named_in_whole():
+        assert torch.equal(parameter, theirs.pop(name)), name
+    assert not theirs
+
+
+DIVERGED = r"diverged at update 0 of stage 0: a gradient is not finite; lower train\.learning_rate"
+
+
+def test_a_first_stage_takes_no_gradient_that_is_not_finite(source: Path, tmp_path: Path) -> None:
+    """It sends no gradient on that would show it, and AdamW trains on whatever comes."""
+    task = open_stage(stage_spec(source, stages=2), tmp_path, 0)
+    task.obey(messages.Forward(Microbatch(LANE, 0), 0, 0), lambda round: False)
+    task._inbox[0, 3, 5] = torch.nan
+    with pytest.raises(NonFiniteLoss, match=DIVERGED):
+        task.obey(messages.Backward(Microbatch(LANE, 0)), lambda round: False)
+    assert not task._sums
+
+
+def test_bases_are_not_turned_by_a_sum_that_overflowed(source: Path, tmp_path: Path) -> None:
+    task = open_stage(stage_spec(source, stages=2, optimizer="basis_rotated"), tmp_path, 0)
+    before = task._flat.flat.clone()
+    task.obey(messages.Forward(Microbatch(LANE, 0), 0, 0), lambda round: False)
+    task._inbox.fill_(1.0)
+    task.obey(messages.Backward(Microbatch(LANE, 0)), lambda round: False)
+    for grad in task._sums[0]:
+        grad.fill_(torch.inf)
+    with pytest.raises(NonFiniteLoss, match=DIVERGED):
+        task.obey(messages.Update(0, 0), lambda round: False)
+    assert torch.equal(before, task._flat.flat)
 
 
 def test_the_more_delayed_a_stage_the_more_often_its_bases_are_refreshed(source: Path) -> None:
@@ -186,7 +215,7 @@ def test_a_copy_that_does_not_fit_is_passed_over(source: Path, tmp_path: Path, s
     assert torch.equal(again._flat.flat, pipeline.tasks[0]._flat.flat)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "basis_rotated"])
 @pytest.mark.parametrize("encoding", ["fp32", "bf16", "int8"])
 def test_the_memory_of_a_stage_is_what_it_holds(source: Path, tmp_path: Path, optimizer: str, encoding: Any) -> None:
     spec = replace(stage_spec(source, stages=2, optimizer=optimizer), gasloc=GaslocSpec(encoding=encoding))

@@ -16,11 +16,12 @@ from peerloom.node.worker.model import build_model
 from peerloom.node.worker.pace import RESERVE, another_step, may_go_on, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
+from peerloom.optim.soap import SOAP
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Encoding
 from tests.unit.node.test_worker import assert_equal, state
-from tests.unit.node.tiny import never, task, tiny_spec, write_text
+from tests.unit.node.tiny import Optimizer, never, task, tiny_spec, write_text
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +123,8 @@ def test_how_many_steps_and_reservations() -> None:
     assert next(reservations(fixed, 40)) == 3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
-def test_every_optimizer_resumes_bit_for_bit(
-    source: Path, tmp_path: Path, optimizer: Literal["adamw", "muon", "basis_rotated"]
-) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "basis_rotated"])
+def test_every_optimizer_resumes_bit_for_bit(source: Path, tmp_path: Path, optimizer: Optimizer) -> None:
     spec = tiny_spec(source)
     spec = replace(spec, train=replace(spec.train, optimizer=optimizer, rotation_freq=3))
     straight, first = (task(spec, tmp_path / name) for name in ("straight", "broken"))
@@ -160,14 +159,37 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(source: Path) -> None
     assert muon | adamw == set(named) and not muon & adamw
     assert muon == {name for name in named if ".layers." in name and named[name].dim() == 2}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= adamw
-    assert inner._muon is not None and inner._adam is not None
-    assert inner._muon.param_groups[0]["lr"] == pytest.approx(0.02)  # half of its own peak, as AdamW of its
+    assert inner._matrix is not None and inner._adam is not None
+    assert inner._matrix.param_groups[0]["lr"] == pytest.approx(0.02)  # half of its own peak, as AdamW of its
     assert inner._adam.param_groups[0]["lr"] == pytest.approx(spec.train.learning_rate / 2)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "basis_rotated"])
-def test_matrices_decay_and_vectors_do_not(source: Path, optimizer: Literal["adamw", "muon", "basis_rotated"]) -> None:
-    """With gradients of zero the decay is all that a step does."""
+def test_soap_takes_the_hidden_matrices_with_the_run_s_settings(source: Path) -> None:
+    """The optimizer of `optim` itself, on the hidden matrices alone: one that is fed the same gradients agrees."""
+    spec = tiny_spec(source)
+    train = replace(
+        spec.train, optimizer="soap", beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.3, rotation_freq=2, clip_norm=0.0
+    )
+    inner, twin = InnerLoop(build_model(spec), train), build_model(spec)
+    hidden = {name: each for name, each in twin.named_parameters() if ".layers." in name and each.dim() == 2}
+    oracle = SOAP(hidden.values(), train.learning_rate / 2, (0.8, 0.9), 0.9, 1e-7, 0.3, 2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for parameter, other in zip(inner._model.parameters(), twin.parameters(), strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.grad = parameter.grad.clone()
+        inner.update(train.learning_rate / 2)
+        oracle.step()
+    ours = dict(inner._model.named_parameters())
+    assert all(torch.equal(ours[name], each) for name, each in hidden.items())
+    kept = inner.state()
+    assert {key.split("/", 1)[1] for key in kept if key.startswith("left/")} == set(hidden)
+    assert {key.split("/", 1)[1] for key in kept if key.startswith("exp_avg/")} == set(ours)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "basis_rotated"])
+def test_matrices_decay_and_vectors_do_not(source: Path, optimizer: Optimizer) -> None:
+    """With gradients of zero the decay is all that a step does; SOAP's first step moves no hidden matrix at all."""
     spec = tiny_spec(source)
     train = replace(spec.train, optimizer=optimizer, weight_decay=0.5, muon_learning_rate=0.04)
     inner = InnerLoop(build_model(spec), train)
@@ -177,7 +199,7 @@ def test_matrices_decay_and_vectors_do_not(source: Path, optimizer: Literal["ada
     inner.update(train.learning_rate)
     for name, parameter in inner._model.named_parameters():
         hidden = ".layers." in name and parameter.dim() == 2
-        rate = 0.04 if optimizer == "muon" and hidden else train.learning_rate
+        rate = {"muon": 0.04, "soap": 0.0}.get(optimizer, train.learning_rate) if hidden else train.learning_rate
         kept = 1 - 0.5 * rate if parameter.dim() == 2 else 1.0
         torch.testing.assert_close(parameter.detach(), kept * before[name], rtol=1e-6, atol=1e-9)
 
@@ -224,10 +246,8 @@ def test_the_hidden_matrices_are_rotated_and_the_rest_not(source: Path) -> None:
         inner.load_state({**kept, f"right/{name}": torch.eye(3)})
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "basis_rotated"])
-def test_each_lowers_the_held_out_loss(
-    source: Path, tmp_path: Path, optimizer: Literal["muon", "basis_rotated"]
-) -> None:
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "basis_rotated"])
+def test_each_lowers_the_held_out_loss(source: Path, tmp_path: Path, optimizer: Optimizer) -> None:
     spec = tiny_spec(source, local_steps=10)
     worker = task(replace(spec, train=replace(spec.train, optimizer=optimizer)), tmp_path)
     before = worker.ready().held_out_loss

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.memory import anonymous_file
@@ -14,6 +15,7 @@ from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Encoding, PeerId
 
+Optimizer = Literal["adamw", "muon", "soap", "basis_rotated"]
 MODEL = ModelSpec(hidden_size=16, intermediate_size=24, layers=1, heads=2, kv_heads=2)
 WORDS = "the of and to in is was he for it with as his on be at by had not are but from or have an they".split()
 

@@ -358,7 +358,7 @@ def continued(
     rank: int, ranks: int, case: Case, steps: range, source: Path | None, target: Path | None
 ) -> list[float] | None:
     """Losses of `steps` with a schedule, from the checkpoint `source`, written to `target` after them."""
-    mesh = mesh_of(ranks)
+    mesh = mesh_of(ranks, case.replicas)
     if rank >= ranks:
         return None
     model = make_model(case)
@@ -379,7 +379,7 @@ def continued(
         losses.append(float(loss.detach()))
     if target is not None:
         matrix_checkpoint.save(target, model, optimizer, {"step": steps.stop})
-    assert not any(unit.is_full for unit in sharded.units) or ranks == 1
+    assert not any(unit.is_full for unit in sharded.units) or sharded.world_size == 1
     return losses
 
 

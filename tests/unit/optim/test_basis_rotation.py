@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.optim.basis_rotation import BasisRotatedAdam, stage_frequencies
-from peerloom.optim.eigenbasis import Geometry, Rotation, Source
+from peerloom.optim.eigenbasis import (
+    Geometry,
+    NonFiniteGradient,
+    Rotation,
+    Source,
+    next_from_covariance,
+    next_from_moment,
+)
 from peerloom.optim.rotated_stack import rotated_direction
 
 from .conftest import Draw
@@ -21,6 +28,16 @@ LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 SOURCES: tuple[Source, ...] = ("1st", "2nd")
 GEOMETRIES: tuple[Geometry, ...] = ("unilateral", "bilateral")
 SHAPES = [(6, 4), (4, 6), (5, 5), (7, 1), (1, 7)]
+
+
+def gram_schmidt(columns: Tensor) -> Tensor:
+    """As many of the columns as there are rows, each made orthogonal to those before it."""
+    found = torch.zeros(len(columns), 0, dtype=columns.dtype)
+    for column in columns.T[: len(columns)]:
+        for _ in range(2):  # once leaves what rounding is
+            column = column - found @ (found.T @ column)
+        found = torch.cat([found, (column / column.norm())[:, None]], 1)
+    return found
 
 
 class Plain:
@@ -60,8 +77,9 @@ class Plain:
             order = torch.argsort(-torch.diag(self.v.T @ right @ self.v))
             self.v, self.second = self.v[:, order], self.second[:, order]
         if self.source == "1st" and self.left and self.right:
-            self.u = torch.linalg.qr(self.m @ self.v, mode="complete").Q
-            self.v = torch.linalg.qr(self.m.T @ self.u, mode="complete").Q
+            m, n = self.m.shape  # past the range of M or M^T the basis stays what it was
+            self.u = gram_schmidt(torch.cat([self.m @ self.v, self.u[:, n:]], 1))
+            self.v = gram_schmidt(torch.cat([self.m.T @ self.u, self.v[:, m:]], 1))
             return
         if self.left:
             self.u = torch.linalg.qr(left @ self.u).Q
@@ -93,10 +111,44 @@ def test_equals_the_plain_form_for_every_shape(draw: Draw, source: Source, geome
         for parameter, one, gradient in zip(parameters, plain, gradients, strict=True):
             state = tool.state[parameter]
             one.step(gradient, (state.get("left"), state.get("right")))
-    tall = source == "1st" and geometry == "bilateral" and freq < 24  # there the complement of M's range is free
     for parameter, one in zip(parameters, plain, strict=True):
-        if not tall or one.m.shape[0] == one.m.shape[1]:
-            torch.testing.assert_close(parameter.detach(), one.w, rtol=0, atol=1e-7)
+        torch.testing.assert_close(parameter.detach(), one.w, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
+def test_beyond_the_range_of_the_moment_a_basis_stays_under_its_second_moment(
+    draw: Draw, shape: tuple[int, int]
+) -> None:
+    m, n = shape
+    last = Rotation(torch.linalg.qr(draw(2, m, m)).Q, torch.linalg.qr(draw(2, n, n)).Q)
+    moment, second = draw(2, m, n), draw(2, m, n).square()
+    found, permuted = next_from_moment(last, moment, second)
+    again, kept = next_from_moment(found, moment, permuted)
+    short = min(m, n)
+    for k in range(2):
+        assert last.left is not None and last.right is not None
+        rows = (moment[k].T @ last.left[k]).norm(dim=0).argsort(descending=True)
+        columns = (moment[k] @ last.right[k]).norm(dim=0).argsort(descending=True)
+        torch.testing.assert_close(permuted[k], second[k][rows][:, columns])
+        plain = torch.linalg.qr(moment[k] @ last.right[k][:, columns], mode="complete").Q
+        sides = [plain, torch.linalg.qr(moment[k].T @ plain, mode="complete").Q]
+        for side, theirs, size in zip(found, sides, shape, strict=True):
+            assert side is not None
+            torch.testing.assert_close(side[k].T @ side[k], torch.eye(size).double())
+            torch.testing.assert_close(side[k][:, :short], theirs[:, :short])
+        ours, then, before = (
+            (each.left if m > n else each.right)[k]
+            for each in (found, again, last)  # type: ignore[index]
+        )
+        order = rows if m > n else columns
+        overlap = (ours[:, short:].T @ before[:, order][:, short:]).abs()
+        assert float(overlap.diag().min()) > 0.3
+        same = (ours[:, short:].T @ then[:, short:]).abs()  # a permutation, since none of them is weaker than another
+        torch.testing.assert_close(same.round(), same)
+        moved = short + same.argmax(0)
+        ends = (permuted[k], kept[k]) if m > n else (permuted[k].T, kept[k].T)
+        short_side = moment[k] @ found.right[k] if m > n else moment[k].T @ found.left[k]  # type: ignore[index]
+        torch.testing.assert_close(ends[1][short:], ends[0][moved][:, short_side.norm(dim=0).argsort(descending=True)])
 
 
 @pytest.mark.parametrize(("source", "geometry"), list(itertools.product(SOURCES, GEOMETRIES)))
@@ -224,6 +276,29 @@ def test_the_step_of_a_stack_compiles_whole(draw: Draw) -> None:
     assert torch.equal(*found) and torch.equal(arguments[0][0], arguments[1][0])
 
 
+def test_the_whole_step_compiles_and_trains_the_same(draw: Draw) -> None:
+    """Over two refreshes; graphs break where values decide, and none is made anew once each kind of step was seen."""
+    start = [draw(5, 4) for _ in range(2)]
+    plain, compiled = ([nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
+    first, second = optimizer(plain, freq=3), optimizer(compiled, freq=3)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    second.step = torch.compile(second.step, backend=count)  # type: ignore[method-assign]
+    by_step = []
+    for _ in range(7):
+        gradients = [draw(5, 4) for _ in range(2)]
+        feed(first, plain, gradients)
+        feed(second, compiled, gradients)
+        by_step.append(len(graphs))
+    assert by_step[0] and by_step[2] == by_step[-1], by_step
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def test_a_basis_that_fp32_does_not_find_is_found_in_fp64(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     eigh, asked = torch.linalg.eigh, []
 
@@ -239,9 +314,41 @@ def test_a_basis_that_fp32_does_not_find_is_found_in_fp64(draw: Draw, monkeypatc
     feed(tool, [weight], [draw(4, 3, dtype=torch.float32)])
     assert asked == [torch.float32, torch.float64] * 2
     assert tool.state[weight]["left"].dtype == torch.float32
-    bad = nn.Parameter(torch.ones(4, 3))
-    with pytest.raises(ValueError, match="no eigenbasis .* NaN or infinity"):
-        feed(optimizer([bad]), [bad], [torch.full((4, 3), torch.nan)])
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])  # the first refresh, between two, at one
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20])  # the last one's square is too large
+@pytest.mark.parametrize(("source", "geometry"), list(itertools.product(SOURCES, GEOMETRIES)))
+def test_a_gradient_that_is_not_finite_is_refused_and_leaves_no_trace(
+    draw: Draw, source: Source, geometry: Geometry, value: float, step: int
+) -> None:
+    shapes = [(4, 3), (5, 5), (3,)]
+    start = [draw(*shape, dtype=torch.float32) for shape in shapes]
+    spoilt, clean = ([nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
+    first, second = (optimizer(one, source=source, geometry=geometry, freq=4) for one in (spoilt, clean))
+    for now in range(1, 9):
+        gradients = [draw(*shape, dtype=torch.float32) for shape in shapes]
+        if now == step:
+            bad = [gradient.clone() for gradient in gradients]
+            bad[1][2, 3] = value
+            with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
+                feed(first, spoilt, bad)
+        feed(first, spoilt, gradients)
+        feed(second, clean, gradients)
+    for one, other in zip(spoilt, clean, strict=True):
+        assert torch.equal(one, other) and bool(one.isfinite().all())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_refresh_of_what_is_not_finite_is_refused(draw: Draw, value: float) -> None:
+    """L, R or M that another optimizer, SOAP, let it into."""
+    last = Rotation(torch.linalg.qr(draw(4, 4)).Q, torch.linalg.qr(draw(3, 3)).Q)
+    moment, left, right = draw(4, 3), torch.eye(4).double(), torch.eye(3).double()
+    moment[1, 1] = right[1, 1] = value
+    with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
+        next_from_covariance(last, left, right, draw(4, 3))
+    with pytest.raises(NonFiniteGradient, match="no eigenbasis .* NaN or infinity"):
+        next_from_moment(last, moment, draw(4, 3))
 
 
 @pytest.mark.parametrize(

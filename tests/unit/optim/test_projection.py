@@ -75,3 +75,10 @@ def test_refusals() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    theta = torch.randn(5 * 4096 * 32 + 77, generator=torch.Generator().manual_seed(0))
+    for count in (1, 2, 3, 8):
+        parts = [project(theta, 3, share=(part, count)) for part in range(count)]
+        torch.testing.assert_close(torch.stack(parts).sum(0), project(theta, 3), rtol=1e-12, atol=1e-9)

@@ -60,6 +60,7 @@ class Fabric:
             lane=replica if stage == 0 else 0,
             held_out=self.held_out,
             limit=self.limit,
+            updates=self.limit,
         )
         host = self.hosts[peer] = Host(peer, machine)
         for other in list(self.hosts.values()):

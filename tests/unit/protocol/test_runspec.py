@@ -80,7 +80,7 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
         (TrainSpec(muon_learning_rate=0.0), "above 0"),
         (TrainSpec(rotation_freq=0), "an integer from 1"),
         (TrainSpec(rotation_source="3rd"), "one of '1st', '2nd'"),  # type: ignore[arg-type]
-        (TrainSpec(optimizer="sgd"), "one of 'adamw', 'muon', 'basis_rotated'"),  # type: ignore[arg-type]
+        (TrainSpec(optimizer="sgd"), "one of 'adamw', 'muon', 'soap', 'basis_rotated'"),  # type: ignore[arg-type]
         (GaslocSpec(gamma=1.0), "below 1"),
         (GaslocSpec(match_timeout_s=0.0), "above 0"),
         (DataSpec(held_out=0.5), "below 0.5"),

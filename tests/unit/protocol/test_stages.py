@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +13,7 @@ from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.ledger import Ledger, Microbatch
 from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stage_moves import MAX_UPSTREAM
+from peerloom.protocol.stage_window import REACH
 from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
 from tests.unit.protocol.stage_fabric import Fabric, name, pipeline
@@ -210,6 +211,61 @@ def test_frames_that_break_the_protocol_are_blamed() -> None:
         last.handle(events.ActivationReceived(UP, m(index), 0), 0.0)  # one has begun and gave its credit back
     (blame,) = [e for e in last.handle(events.ActivationReceived(UP, m(9), 0), 0.0) if isinstance(e, effects.Blame)]
     assert blame.fault == "stage_flood"
+
+
+def taken(machine: StageMachine, microbatch: Microbatch, version: int) -> str:
+    """What the sender of an activation is blamed for, nothing where it is taken."""
+    out = machine.handle(events.ActivationReceived(UP, microbatch, version), 0.0)
+    blames = [e for e in out if isinstance(e, effects.Blame)]
+    assert all((blame.peer, blame.fault) == (UP, "bad_stage_frame") for blame in blames)
+    return " ".join(blame.detail for blame in blames)
+
+
+def test_an_activation_out_of_its_link_s_window_is_blamed_and_not_begun() -> None:
+    machine = StageMachine(spec(2), 1, held_out=64)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+    assert not taken(machine, m(100), 50), "a link may begin anywhere"
+    load = machine.load
+    assert f"version {51 + REACH}, more than {REACH} from version 50" in taken(machine, m(101), 51 + REACH)
+    assert f"more than {REACH} after 100, the last of its lane" in taken(machine, m(101 + REACH), 50)
+    assert "more than" in taken(machine, m(1 << 52), 50)
+    assert machine.load == load
+    assert not taken(machine, m(100 + REACH), 50 + REACH), "others had all between"
+    assert "more than" in taken(machine, m(101 + REACH), 49), "older than anything under way"
+    assert not taken(machine, m(3), 50), "one that is run again"
+    assert not taken(machine, m(1 << 40, lane=9), 50), "another lane"
+    assert not taken(machine, Microbatch(0, 1 << 30, True), 50), "held-out ones are numbered apart"
+    assert "more than" in taken(machine, Microbatch(0, (1 << 30) + REACH + 1, True), 50)
+    machine.handle(events.UpstreamLost(UP), 0.0)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+    assert not taken(machine, m(1 << 41), 0), "a node that begins anew"
+
+
+def test_a_run_that_ends_has_a_last_microbatch() -> None:
+    machine = StageMachine(spec(2, microbatches=2), 1, held_out=2, updates=10)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+    assert not taken(machine, m(19), 0) and not taken(machine, Microbatch(0, 40, True), 0)
+    assert "a lane of this run has 20" in taken(machine, m(20), 0)
+
+
+def test_of_two_that_owe_as_little_none_is_left_out() -> None:
+    """Else one that is always idle would be far behind when it is needed."""
+    machine = StageMachine(spec(2), 0, limit=6)
+    sent: list[PeerId] = []
+    todo: deque[events.StageEvent] = deque(events.DownstreamOpened(PeerId(peer), 1000) for peer in "ab")
+    while todo:
+        for effect in machine.handle(todo.popleft(), 0.0):
+            match effect:
+                case effects.RunForward(microbatch):
+                    todo.append(events.ForwardDone(microbatch))
+                case effects.SendActivation(peer, microbatch, version):
+                    sent.append(peer)
+                    todo.appendleft(events.GradientReceived(peer, microbatch, version, 1.0))  # before the next is sent
+                case effects.RunBackward(microbatch):
+                    todo.append(events.BackwardDone(microbatch))
+                case effects.RunUpdate(update):
+                    todo.append(events.UpdateDone(update))
+    assert sent == ["a", "b"] * 3
 
 
 class Sender:

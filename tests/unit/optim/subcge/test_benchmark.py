@@ -17,7 +17,7 @@ from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_
 from tests.benchmarks.seedflow_hops import Delayed, perform
 from tests.benchmarks.seedflow_last import LastLayer
 from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure
-from tests.benchmarks.seedflow_report import mean_curve
+from tests.benchmarks.seedflow_report import SWARMS, mean_curve, rows
 from tests.benchmarks.seedflow_search import ceiling, climb, search
 from tests.benchmarks.seedflow_swarm import TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
@@ -180,3 +180,12 @@ def small_upper() -> tuple[UpperLayers, Cached]:
     draw = torch.Generator().manual_seed(2)
     data = Cached(torch.randn(6, 5, 16, generator=draw), torch.tensor([5, 2, 3, 5, 4, 1]), torch.tensor([0, 1] * 3))
     return upper, data
+
+
+def test_the_rows_name_every_swarm_and_what_was_left_out() -> None:
+    found = {name: (0.8 + clients / 100, 0.0) for name, (_, clients) in SWARMS.items()} | {"AdamW": (0.9, 0.0)}
+    made = {row.name: row for row in rows(found, 0.5, 3)}
+    compared = made["accuracy_n16_mezo"]
+    assert (compared.value, compared.baseline_value) == (found["SeedFlow 16"][0], found["MeZO 16"][0])
+    for told in ("over 80 characters left out", "5000 steps", "without weight decay", "TableMeZO"):
+        assert all(told in row.setting for row in made.values())
