@@ -95,10 +95,12 @@ def _node(
         str | None, typer.Option(help="Text to train on here, not the run's data.source.", rich_help_panel=_NODE)
     ] = None,
     max_upload: Annotated[
-        int | None, typer.Option(help="Bytes a second sent to peers at most; 0: no cap.", rich_help_panel=_NODE)
+        int | None,
+        typer.Option(help="Bytes/s sent to peers at most, beside the DHT's; 0: no cap.", rich_help_panel=_NODE),
     ] = None,
     max_download: Annotated[
-        int | None, typer.Option(help="Bytes a second received from peers at most; 0: no cap.", rich_help_panel=_NODE)
+        int | None,
+        typer.Option(help="Bytes/s received from peers at most, beside the DHT's; 0: no cap.", rich_help_panel=_NODE),
     ] = None,
     http: Annotated[
         str | None, typer.Option(help="IP:PORT of the page, /metrics and /healthz; none: off.", rich_help_panel=_NODE)

@@ -125,8 +125,12 @@ class NodeConfig(BaseSettings):
         ge=0,
         le=255,
     )
-    max_upload: int = _setting(0, "bytes a second sent to peers at most; 0: no cap", _RATE, ge=0, le=10**12)
-    max_download: int = _setting(0, "bytes a second received from peers at most; 0: no cap", _RATE, ge=0, le=10**12)
+    max_upload: int = _setting(
+        0, "bytes a second sent to peers at most, the DHT's own traffic apart; 0: no cap", _RATE, ge=0, le=10**12
+    )
+    max_download: int = _setting(
+        0, "bytes a second received from peers at most, the DHT's own traffic apart; 0: no cap", _RATE, ge=0, le=10**12
+    )
     allow: tuple[PeerId, ...] = _setting(
         (), "peer ids to deal with; empty: everyone", "a list of peer ids, 12D3KooW..."
     )

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from peerloom.node.grpc_wire import OWN_FAULT, Call, Context, aio, error_of, grpc, raised, told
-from peerloom.node.throttle import ChunkSize, Traffic
+from peerloom.node.throttle import ChunkSize, Incoming, Traffic
 from peerloom.protocol.errors import LinkError, PeerloomError
 from peerloom.protocol.messages import StreamEnd
 from peerloom.protocol.services import Service
@@ -31,6 +31,7 @@ class GrpcStream(ABC, Generic[M]):
         self._service = service
         self._peer = peer
         self._traffic = traffic
+        self._incoming = Incoming(traffic)
         self._chunk_size = ChunkSize(traffic.caps)
         self._sending = asyncio.Lock()
         self._reading: asyncio.Task[Received] | None = None
@@ -97,7 +98,7 @@ class GrpcStream(ABC, Generic[M]):
     async def _read_at_pace(self) -> Received:
         data = await self._read()
         if isinstance(data, bytes):
-            await self._traffic.took(len(data))
+            await self._incoming.took(len(data))
         return data
 
     @abstractmethod

@@ -32,7 +32,7 @@ from peerloom.node.grpc_wire import (
 )
 from peerloom.node.identity import Identity
 from peerloom.node.seams import Clock, MessageStream, PeerHandler
-from peerloom.node.throttle import NO_CAPS, Caps, Traffic
+from peerloom.node.throttle import NO_CAPS, Caps, Incoming, Traffic
 from peerloom.node.tls import Certificate, fingerprint
 from peerloom.protocol import checks, codec, limits
 from peerloom.protocol.errors import ConfigError, LinkError, MalformedMessage, PeerloomError
@@ -190,9 +190,10 @@ class GrpcTransport:
         with self._link(peer) as link:
             call = await link.call(attempt)
             self._traffic.note(sent=len(data))
+            incoming = Incoming(self._traffic)
             try:
                 while (piece := await _read(call)) is not None:
-                    await self._traffic.took(len(piece))
+                    await incoming.took(len(piece))
                     yield codec.decode_state(piece)
             finally:
                 call.cancel()

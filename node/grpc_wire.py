@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr w
 import grpc as _grpc
 import grpc.aio as _aio
 
+from peerloom.node.throttle import WINDOW_BYTES
 from peerloom.protocol import errors, limits
 from peerloom.protocol.checks import shown
 
@@ -49,7 +50,7 @@ CLIENT_OPTIONS = (
     ("grpc.enable_retries", 0),  # retries are ours to decide
 )
 CAPPED_OPTIONS = (  # for a node with a download cap: whatever waits to be read has come already
-    ("grpc.http2.lookahead_bytes", 65_535),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # which would widen the window to what the link could carry
 )
 RELAYED_OPTIONS = (  # over a tunnel, whose relay may stop moving bytes and yet live

@@ -87,14 +87,11 @@ class MemoryWorker:
         self._check()
         spec = setup.spec.gasloc
         self._setup, self._progress, self._stepped = setup, progress, False
-        seed = torch.Generator().manual_seed(setup.spec.seed)
-        self._optimum = torch.randn(NUMEL, generator=seed)
-        self._params = torch.randn(NUMEL, generator=seed)
-        self._own_seed = int.from_bytes(hashlib.sha256(setup.peer_id.encode()).digest()[:4], "big") << 24
-        self._noise = torch.Generator()
+        self._params = self._model(setup)
+        numel = self._params.numel()
         init_digest = hashlib.sha256(self._params.numpy().tobytes()).hexdigest()
         self._theta = self._params.clone()
-        self._pieces = Pieces(NUMEL, spec, ALIGNMENT)
+        self._pieces = Pieces(numel, spec, ALIGNMENT)
         y = torch.zeros_like(self._params) if spec.overlap else self._params
         self._method = FragmentedGASLoC(
             self._params,
@@ -118,8 +115,8 @@ class MemoryWorker:
         progress("model", 1.0)
         return WorkerReady(
             init_digest=init_digest,
-            layout_digest=hashlib.sha256(f"quadratic-{NUMEL}".encode()).hexdigest(),
-            numel=NUMEL,
+            layout_digest=hashlib.sha256(f"quadratic-{numel}".encode()).hexdigest(),
+            numel=numel,
             payload_bytes=size,
             round=self._round,
             step=self._step,
@@ -129,6 +126,14 @@ class MemoryWorker:
             sketch=self._sketch(),
             piece_bytes=self._pieces.sizes,
         )
+
+    def _model(self, setup: WorkerSetup) -> torch.Tensor:
+        """theta_0, flat fp32, trained in place."""
+        seed = torch.Generator().manual_seed(setup.spec.seed)
+        self._optimum = torch.randn(NUMEL, generator=seed)
+        self._own_seed = int.from_bytes(hashlib.sha256(setup.peer_id.encode()).digest()[:4], "big") << 24
+        self._noise = torch.Generator()
+        return torch.randn(NUMEL, generator=seed)
 
     def _resume(self) -> bool:
         disk = self._disk
@@ -157,17 +162,7 @@ class MemoryWorker:
         while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s):
             if not may_go_on(self._disk.cursor - first, loop.time() - started, spec):
                 started += await self._until_finished()
-            try:
-                async with asyncio.timeout(self._step_s):
-                    await self._interrupted.wait()
-            except TimeoutError:
-                self._pull()
-                if not self._stepped:
-                    self._stepped = True
-                    self._progress(FIRST_STEP, 1.0)
-                self._taken += 1
-                self._progress(STEPS, float(self._taken))
-            else:
+            if not await self._one_step():
                 break
         self._check()
         started += await self._until_finished()
@@ -180,8 +175,29 @@ class MemoryWorker:
             first_batch=first,
             batches=self._disk.cursor - first,
             seconds=seconds,
-            train_loss=self._loss(),
+            train_loss=self._train_loss(),
         )
+
+    async def _one_step(self) -> bool:
+        """Whether another may follow; an interruption is heeded at once, within the step."""
+        try:
+            async with asyncio.timeout(self._step_s):
+                await self._interrupted.wait()
+        except TimeoutError:
+            self._stepped_once()
+            return True
+        return False
+
+    def _stepped_once(self) -> None:
+        self._pull()
+        if not self._stepped:
+            self._stepped = True
+            self._progress(FIRST_STEP, 1.0)
+        self._taken += 1
+        self._progress(STEPS, float(self._taken))
+
+    def _train_loss(self) -> float:
+        return self._loss()
 
     async def _until_finished(self) -> float:
         loop = asyncio.get_running_loop()

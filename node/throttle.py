@@ -1,4 +1,7 @@
-"""The node's caps on what it sends and receives, over all calls and all that it relays, and the count of it."""
+"""The node's caps on what it sends and receives, over all calls and all that it relays, and the count of it.
+
+Not in it: framing, and the DHT's own traffic, which is p2pd's. deploy/README.md tells how much that is.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import TypeVar, cast
 
 from peerloom.node.seams import Clock
 from peerloom.protocol.bucket import Bucket, agreed_bytes, slice_bytes
+from peerloom.protocol.limits import LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Accept, FetchRequest, Offer
 
 M = TypeVar("M")
 
+WINDOW_BYTES = 65_535  # that a sender may be ahead of a reader under a download cap; HTTP/2's own default
 
 @dataclass(frozen=True, slots=True)
 class Caps:
@@ -34,6 +39,11 @@ class Caps:
     def receive_bytes(self) -> int:
         """The largest one that it asks others to send."""
         return slice_bytes(self.download)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What has come of a payload before its first message is read: a window, and the message after the first."""
+        return WINDOW_BYTES + self.receive_bytes if self.download else 0
 
     def asking(self, request: FetchRequest) -> FetchRequest:
         """A request of ours, with the wish for small pieces where there is a download cap."""
@@ -81,12 +91,13 @@ class Traffic:
         """Waits until `size` bytes may leave; count them in `sent` when they have."""
         await self._wait(self._up, size)
 
-    async def took(self, size: int) -> None:
+    async def took(self, size: int, ahead: int = 0) -> None:
         """Counts `size` bytes that came, and waits for as long as they should have taken: nobody reads on meanwhile.
 
-        The sender is held by HTTP/2's flow control, whose window is soon full.
+        The sender is held by HTTP/2's flow control, whose window is soon full; `ahead` bytes more of the cap are taken
+        for what it has let through unread.
         """
-        await self._wait(self._down, size)
+        await self._wait(self._down, size + ahead)
         self.received += size
 
     def note(self, *, sent: int = 0, received: int = 0) -> None:
@@ -111,3 +122,16 @@ class Traffic:
     async def _wait(self, bucket: Bucket | None, size: int) -> None:
         if bucket is not None and (seconds := bucket.wait_s(size, self._clock.monotonic())) > 0:
             await asyncio.sleep(seconds)
+
+
+class Incoming:
+    """One stream's messages as they are read: the first of a payload pays for what came ahead of the reader."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._ahead = traffic.caps.ahead_bytes
+
+    async def took(self, size: int) -> None:
+        """As Traffic.took; small messages come alone, nothing behind them."""
+        ahead, self._ahead = (self._ahead, 0) if size >= LEAST_CHUNK_BYTES else (0, self._ahead)
+        await self._traffic.took(size, ahead)

@@ -124,9 +124,17 @@ class GASLoC:
             self._term[chunk] = part if fresh else self._term[chunk].add_(part)
 
     def average(
-        self, x_j: Tensor, part: slice = slice(None), *, replace: bool = False, own: Tensor | None = None
+        self,
+        x_j: Tensor,
+        part: slice = slice(None),
+        *,
+        replace: bool = False,
+        own: Tensor | None = None,
+        share: float = 1.0,
     ) -> Tensor:
         """Averages a part of x with a group member's, or replaces it by theirs; x starts as y. Costs one model copy.
+
+        Only `share` of the way there, where that is less than 1.
 
         log2(g) averages of the whole in turn, or as many over halves of halves and then the replacements that bring the
         other halves back, give a group of g its exact mean, the same bits at all. Returns x, to be sent on. `own` is
@@ -146,7 +154,9 @@ class GASLoC:
         mine = self._y[part]
         for chunk in _chunks(mine):
             x, other = mine[chunk], _fp32(x_j[chunk], mine)
-            if replace:
+            if share < 1:
+                x.lerp_(other, share if replace else share / 2)
+            elif replace:
                 x.copy_(other)
             else:
                 x.add_(other).mul_(0.5)

@@ -112,7 +112,7 @@ class GaslocSpec(Table):
         )
         if limit is None:
             return
-        pair = self.alpha >= pair_bound(gamma, PAIR_EIGENVALUE, momentum, self.eta if self.overlap else 0.0)
+        pair = limit >= pair_bound(gamma, PAIR_EIGENVALUE, momentum, self.eta if self.overlap else 0.0)
         what = "a pair diverges" if pair else f"pairing = {self.pairing!r} loses consensus"
         bound = f"must be below {limit:.6g}" if limit else f"no alpha is stable; lower {'eta' if pair else 'gamma'}"
         given = f"gamma = {gamma} and momentum = {momentum!r}"
@@ -126,10 +126,10 @@ class GaslocSpec(Table):
         spec = GaslocSpec(**{key: values[key] for key in _TOPOLOGY if key in values})
         if {"alpha", "gamma"} & values.keys() or any(fault.keys[0] in _TOPOLOGY for fault in faults(spec)):
             return {}
-        found = default_tuning(
+        alpha, gamma = default_tuning(
             spec.pairing, spec.momentum, weights=spec.weights, degree=spec.degree, group_size=spec.group_size
         )
-        return {} if found is None else {"alpha": found[0], "gamma": found[1]}
+        return {"alpha": alpha, "gamma": gamma}
 
 
 _TOPOLOGY = ("momentum", "pairing", "weights", "degree", "group_size")

@@ -98,12 +98,12 @@ class Exchanges:
         if not in_sequence(self._spec.gasloc):
             return mixer.take(weight, self._flat[self._layout.elements(whole)], theirs, own)
         part, first = self._layout.elements(span), self._layout.elements(whole).start
-        inside = slice(part.start - first, part.stop - first)
-        x = self._method.parts[self.fragment].average(theirs, inside, replace=replace, own=own)
+        inside, y = slice(part.start - first, part.stop - first), self._flat[self._layout.elements(whole)]
+        x, mixed = mixer.average(y, theirs, inside, own, replace=replace)
         self._encode(span)
         if self._outbox is not None and self._lossy:
             x[inside] = self._decode(self._outbox, span)  # as the others will have it
-        return Mixed()
+        return mixed
 
     def settle(self) -> Mixed:
         """Ends the fragment's exchanges with what was taken in."""

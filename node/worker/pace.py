@@ -31,9 +31,9 @@ def another_step(done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 
 def may_go_on(done: int, elapsed_s: float, spec: GaslocSpec) -> bool:
     """Whether another step may run while the exchange of the round before is under way, after at least one.
 
-    Loss bounds it: in tests/benchmarks/gasloc (16 workers, 320 steps, H = 16, one random peer, "pre" and "post", 2
-    seeds) an exchange over 4 of the 16 next steps moved the final loss by -0.1 to +0.7 %, over 8 by +0.3 to +1.4 %,
-    over 15 by +2.2 % (one run). The runs are in tests/benchmarks/results/gasloc/overlap.jsonl.
+    Loss bounds it: in `python -m tests.benchmarks.gasloc --full` (16 workers, 320 steps, H = 16, one random peer, "pre"
+    and "post", 2 seeds) an exchange over 4 of the 16 next steps moved the final loss by -0.1 to +0.7 %, over 8 by +0.3
+    to +1.4 %; one run with 15 by +2.2 %.
     """
     beneath = elapsed_s / spec.round_s if spec.round_s else done / spec.local_steps
     return done == 0 or beneath < BENEATH

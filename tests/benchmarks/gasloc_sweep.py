@@ -92,7 +92,8 @@ FURTHER = (
     outer(Setting(label="GASLoC 1-peer H=8", partners="1peer", h=8), OUTER),
     outer(Setting(label="DiLoCo H=24", partners="all", h=24), OUTER),
     outer(Setting(label="DiLoCo H=8", partners="all", h=8), OUTER),
-    outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre"), OUTER),
+    # unit weights, largest eigenvalue 2: at alpha 1 plain gossip would be marginal
+    outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre", alpha=2 / 3), OUTER),
     outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
     outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
     outer(Setting(label="overlapped GASLoC 1-peer H=16, 4 steps", partners="1peer", delay=4), OUTER),

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from peerloom.protocol.runspec import RunSpec
-from tests.benchmarks import dht, exchange, overhead, pipeline, pipeline_recovery, reach, rows, soak_real, watch
+from tests.benchmarks import dht, exchange, overhead, pipeline, pipeline_recovery, reach, rows, soak_real, uneven, watch
 from tests.benchmarks.ends import EndFailed, Ends
 from tests.benchmarks.overhead import Turn
 from tests.benchmarks.pipeline_ends import Shares
@@ -56,7 +57,8 @@ def watch_rows() -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    "name", ["overhead", "exchange", "dht", "seedflow", "basis_rotation", "reach", "pipeline", "soak", "watch"]
+    "name",
+    ["overhead", "exchange", "dht", "seedflow", "basis_rotation", "reach", "pipeline", "soak", "uneven", "watch"],
 )
 def test_each_runs_alone_and_names_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -226,3 +228,58 @@ def test_a_copy_counts_that_is_newer_than_the_kill_before(tmp_path: Path) -> Non
     os.utime(folder, (1000.0, 1000.0))
     assert pipeline_recovery.has_copy(tmp_path, 2, 0.0) and pipeline_recovery.has_copy(tmp_path, 2, 999.0)
     assert not pipeline_recovery.has_copy(tmp_path, 2, 1001.0) and not pipeline_recovery.has_copy(tmp_path, 1, 0.0)
+
+
+def journal(home: Path, *rounds: int) -> None:
+    """A node's journal: rounds that end a second apart and wait a tenth of it, and a line that is being written."""
+    file = home / "runs" / "id" / "metrics.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"event": "started"}), ""]
+    lines += [json.dumps({"event": "round", "round": r, "t": float(r), "exchange_s": 0.1}) for r in rounds]
+    file.write_text("\n".join(lines) + '\n{"event": "rou', encoding="utf-8")
+
+
+class Restarted:
+    """Stands in for a session that is killed."""
+
+    output = Path("out")
+    killed = 0
+
+    def kill(self) -> None:
+        Restarted.killed += 1
+
+
+def test_an_uneven_node_waits_for_the_share_that_its_rounds_tell(tmp_path: Path) -> None:
+    journal(tmp_path, 1, 2, 3, 5)
+    node = uneven.Node("node-0", [], tmp_path, slow=False, session=None, stack=ExitStack())  # type: ignore[arg-type]
+    assert [event["round"] for event in node.rounds()] == [1, 2, 3, 5]
+    assert uneven.waiting_share(node.rounds()) == pytest.approx(0.3 / 4)  # the first round's began before
+    with pytest.raises(ValueError, match="too few rounds"):
+        uneven.waiting_share(node.rounds()[:1])
+
+
+def test_a_kill_is_held_against_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uneven, "Session", lambda *arguments: nullcontext(Restarted()))
+    journal(tmp_path, 1, 2, 3)
+    with ExitStack() as stack:
+        node = uneven.Node("node-0", [], tmp_path, False, Restarted(), stack)  # type: ignore[arg-type]
+        assert node.newest_checkpoint() == -1
+        for round in (2, 10, 9):
+            (tmp_path / "runs" / "id" / "checkpoints" / f"round-{round}").mkdir(parents=True)
+        assert node.kill_and_restart() == (10, 3) and Restarted.killed == 1
+    # it tells of round 4 next: 10 is lost
+    clock = iter([0.0, 1.0, 99.0])
+    monkeypatch.setattr(uneven.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(uneven, "_pass", lambda nodes, seconds: None)
+    monkeypatch.setattr(uneven, "_until", lambda nodes, done, timeout_s: journal(tmp_path, 1, 2, 3, 4))
+    assert uneven._kill_in_turn([node], 50.0) == 1
+    assert node.lost == ["node-0 came back at round 4 with a checkpoint of round 10"]
+
+
+def test_uneven_rows_are_of_the_worst_fast_node_and_of_all_losses() -> None:
+    waits, losses = [0.01, 0.03, 0.02, 0.4], [1.5, 1.25, 1.375, 1.3125]
+    waiting, spread, lost = uneven._rows(uneven.Scale(4, 1, 2, 3), waits, losses, 9, ["node-1 came back too early"])
+    assert (waiting.value, waiting.baseline_value) == (0.03, 0.4) and "median of the fast ones 0.020" in waiting.setting
+    assert (spread.value, spread.baseline_value) == (0.25, 1.25) and "after 9 kills" in spread.setting
+    assert (lost.value, lost.baseline_value, lost.setting) == (1, 9, "node-1 came back too early")
+    assert uneven._rows(uneven.QUICK, waits, losses, 0, [])[2].value == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.groups import group_mean
-from peerloom.optim.robust import MedianClip
+from peerloom.optim.robust import MedianClip, distance
 from peerloom.protocol import plan
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import RunSpec
@@ -87,19 +88,21 @@ def test_a_group_with_a_liar_moves_a_node_only_so_far(source: Path, tmp_path: Pa
     whole = worker._exchanges._layout.whole(0)
 
     def group(round: int, apart: float) -> tuple[float, float, bool]:
+        """A member so many ways of this node's own in the round away."""
         worker.train(round, never)
         y = worker._flat.flat.detach().clone()
-        inbox(worker, whole).view(torch.float32).copy_(y + apart)
-        worker.take(0, 1.0, whole, False)
-        finished = worker.finish(mix=False)
-        return finished.share, float((worker._method.previous - y).abs().max()), finished.far_off
+        way = distance(y, worker._method.theta)
+        theirs = y + apart * way / math.sqrt(len(y))
+        inbox(worker, whole).view(torch.float32).copy_(theirs)
+        taken = worker.take(0, 1.0, whole, False)
+        worker.finish(mix=False)
+        return taken.share, distance(worker._method.previous, y) / way, taken.far_off
 
     for round in range(MedianClip.LEAST):
-        assert group(round, 1e-3)[0] == 1.0
-    share, moved, blamed = group(MedianClip.LEAST, 1.0)
-    assert share == pytest.approx(2e-3, rel=0.01)
-    assert moved <= 1e-3
-    assert not blamed
+        assert group(round, 1.4) == (1.0, pytest.approx(0.7, rel=1e-3), False)
+    share, moved, blamed = group(MedianClip.LEAST, 1400.0)
+    assert share == pytest.approx(2e-3, rel=1e-3)
+    assert moved <= 1.4 and not blamed
 
 
 def test_two_legs_add_up_as_two_neighbours(source: Path, tmp_path: Path) -> None:

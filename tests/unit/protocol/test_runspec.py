@@ -71,8 +71,8 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
         (ModelSpec(kv_heads=3), "kv_heads = 3: must divide heads, which is 4"),
         (ModelSpec(layers=1024, hidden_size=65536), "at most 1e+11"),
         (TrainSpec(warmup_steps=10, total_steps=10), "warmup_steps = 10: must be below total_steps, which is 10"),
-        (GaslocSpec(alpha=2.4), "must be below 2.4 with gamma = 0.2 and momentum = 'pre'"),
-        (GaslocSpec(alpha=1.5, gamma=0.9, momentum="post"), "alpha = 1.5: a pair diverges"),
+        (GaslocSpec(alpha=2.4), "must be below 1.93 with gamma = 0.2 and momentum = 'pre'"),
+        (GaslocSpec(alpha=1.5, gamma=0.9, momentum="post"), "'rendezvous' loses consensus; must be below 0.85"),
         (GaslocSpec(alpha=0.0), "above 0"),
         (GaslocSpec(eta=0.0), "above 0"),
         (GaslocSpec(clip_radius=0.5), "clip_radius = 0.5: must be 0 or at least 1"),
@@ -112,7 +112,7 @@ def test_what_is_allowed_at_the_edges() -> None:
     RunSpec(model=ModelSpec(vocab_size=100), data=DataSpec(tokenizer="hub/name")).check()
     RunSpec(model=ModelSpec(vocab_size=100, path="hub/name")).check()
     GaslocSpec(alpha=1.99, eta=10, gamma=0, max_round_skew=0).check()
-    GaslocSpec(alpha=2.39).check()
+    GaslocSpec(alpha=1.92).check()
     RunSpec(method="pipeline", gasloc=GaslocSpec(round_s=3.0)).check()
     TrainSpec(warmup_steps=0, total_steps=1, clip_norm=0, learning_rate=1).check()
 
