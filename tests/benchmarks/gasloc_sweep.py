@@ -54,6 +54,8 @@ LOCAL_STEPS = (
     outer(Setting(label="DiLoCo H=16, 4 fragments", partners="all", fragments=4), OUTER),
     outer(Setting(label="GASLoC 1-peer H=16", partners="1peer"), OUTER),
     outer(Setting(label="GASLoC groups of 4, 4 fragments, H=16", partners="cube-groups", fragments=4), OUTER),
+    # the most often that they can meet within DiLoCo's bytes
+    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=14", partners="cube-groups", fragments=4, h=14), OUTER),
     outer(Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24), OUTER),
     outer(Setting(label="GASLoC groups of 8, 4 fragments, H=16", partners="cube-groups", fragments=4, group=8), OUTER),
     rates(Setting(label="gossip 1-peer H=16", partners="1peer")),

@@ -14,6 +14,7 @@ The simulated table at the end of the output is no measurement: its assumptions 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from peerloom.node.worker.child import KEEP_FREED
 from tests.benchmarks import matrix_fsdp_ranks, matrix_fsdp_simulation
 from tests.benchmarks.ends import Ends
 from tests.benchmarks.matrix_fsdp_methods import METHODS, TITLES
@@ -39,6 +41,7 @@ LOSS_TOLERANCE = 0.05  # nats, between methods: bf16 Newton-Schulz lets them dri
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Two ranks, then four; prints the simulated table."""
     began = time.monotonic()
+    os.environ.update(KEEP_FREED)  # for all methods, as a node's processes have it: no page faults but each one's own
     size = QUICK if arguments.quick else USUAL
     turns = QUICK_TURNS if arguments.quick else FULL_TURNS if arguments.full else TURNS
     found: list[Row] = []
