@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -19,7 +20,7 @@ Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
 STARTS = (1e-2, 2.5e-3)  # from both: the losses of most families have two valleys over the inner lr
 RATES = (2.5e-3, 5e-3, 1e-2, 2e-2)
-MOST_RUNS = 12  # that tune a family
+MOST_RUNS = 14  # that tune a family
 EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
 
 
@@ -119,20 +120,33 @@ def best(family: Family, store: Store) -> tuple[Setting, Result] | None:
 
 
 def tried(family: Family, store: Store) -> list[Setting]:
-    """The candidates, and then the best one's lr doubled and halved, until both its neighbours are worse."""
+    """The candidates; then, from each of the rates begun with, the best one's lr doubled and halved.
+
+    Until both its neighbours are worse: who has two valleys has both of them searched.
+    """
     settings = list(family.candidates)
-    while family.refine and len(settings) < MOST_RUNS:
-        results = [store.get(setting, 0) for setting in settings]
-        if any(result is None for result in results):
-            break
-        losses = [_finite(result["loss"]) for result in results if result is not None]
-        winner = settings[losses.index(min(losses))]
-        neighbours = [replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5)]
-        missing = [neighbour for neighbour in neighbours if neighbour not in settings]
-        if not missing:
-            break
-        settings.append(missing[0])
+    for valley in _valleys(family) if family.refine else ():
+        while len(settings) < MOST_RUNS and all(store.get(setting, 0) is not None for setting in valley):
+            following = _untried_neighbour(valley, store)
+            if following is None:
+                break
+            valley.append(following)
+            if following not in settings:
+                settings.append(following)
     return settings
+
+
+def _valleys(family: Family) -> list[list[Setting]]:
+    """The candidates of each rate begun with; all together where these are a ladder of rates already."""
+    if not {setting.lr for setting in family.candidates} <= set(STARTS):
+        return [list(family.candidates)]
+    return [[setting for setting in family.candidates if setting.lr == lr] for lr in STARTS]
+
+
+def _untried_neighbour(valley: Sequence[Setting], store: Store) -> Setting | None:
+    winner = min(valley, key=lambda setting: _finite((store.get(setting, 0) or {"loss": math.inf})["loss"]))
+    neighbours = (replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5))
+    return next((neighbour for neighbour in neighbours if neighbour not in valley), None)
 
 
 def sweep(families: Iterable[Family], seeds: int, store: Store, processes: int, log: Log) -> None:

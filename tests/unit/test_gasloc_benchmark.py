@@ -58,7 +58,15 @@ def test_a_family_is_tuned_until_both_neighbours_of_its_best_are_worse() -> None
     found = best(family, store)
     assert found is not None and (found[0].lr, found[0].gamma) == (4e-2, 0.0)
     lrs = sorted(setting.lr for setting in tried(family, store) if setting.gamma == 0.0)
-    assert lrs == [2.5e-3, 1e-2, 2e-2, 4e-2, 8e-2] and runs == 7  # 5e-3 lies in no winner's neighbourhood
+    assert lrs == [2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2] and runs == 8
+
+
+def test_both_valleys_of_the_inner_rate_are_searched() -> None:
+    family, store = outer(Setting(label="a family", partners="1peer"), ((1.0, 0.0),)), Store(None)
+    depths = {6.25e-4: 2.2, 1.25e-3: 2.1, 2.5e-3: 2.3, 5e-3: 2.8, 1e-2: 2.4, 2e-2: 2.05, 4e-2: 2.0, 8e-2: 2.5}
+    assert sweep_all([family], store, lambda setting: depths[setting.lr]) == len(depths)
+    found = best(family, store)
+    assert found is not None and found[0].lr == 4e-2  # from the best of the first runs alone, 1.25e-3
 
 
 def test_a_run_that_diverged_is_never_the_best_and_tuning_has_an_end() -> None:
