@@ -1,4 +1,4 @@
-"""The families compared, each tuned by the same rule on one seed, its best then run on the others."""
+"""The families compared, each tuned by the same rule on one seed, its finalists then run on the others."""
 
 from __future__ import annotations
 
@@ -124,8 +124,36 @@ def tried(family: Family, store: Store) -> list[Setting]:
 
     Until both its neighbours are worse: who has two valleys has both of them searched.
     """
-    settings = list(family.candidates)
-    for valley in _valleys(family) if family.refine else ():
+    return _searched(family, store)[0]
+
+
+def finalists(family: Family, store: Store) -> list[Setting]:
+    """What is run on all seeds, as far as it is known: the best on seed 0 from each of the rates begun with.
+
+    The losses of high rates scatter most over seeds, so the lowest on one seed alone would be a matter of luck.
+    """
+    return list(dict.fromkeys(_lowest(valley, store) for valley in _searched(family, store)[1]))
+
+
+def chosen(family: Family, seeds: int, store: Store) -> tuple[Setting, list[Result]] | None:
+    """Of what has all seeds that with the lowest mean; else the best on seed 0, with what there is of it."""
+    whole = []
+    for setting in tried(family, store):
+        results = [result for seed in range(seeds) if (result := store.get(setting, seed)) is not None]
+        if len(results) == seeds:
+            whole.append((setting, results))
+    if whole:
+        return min(whole, key=lambda pair: sum(_finite(result["loss"]) for result in pair[1]))
+    first = best(family, store)
+    if first is None:
+        return None
+    return first[0], [result for seed in range(seeds) if (result := store.get(first[0], seed)) is not None]
+
+
+def _searched(family: Family, store: Store) -> tuple[list[Setting], list[list[Setting]]]:
+    """All that is tried, and in which valley."""
+    settings, valleys = list(family.candidates), _valleys(family)
+    for valley in valleys if family.refine else ():
         while len(settings) < MOST_RUNS and all(store.get(setting, 0) is not None for setting in valley):
             following = _untried_neighbour(valley, store)
             if following is None:
@@ -133,24 +161,29 @@ def tried(family: Family, store: Store) -> list[Setting]:
             valley.append(following)
             if following not in settings:
                 settings.append(following)
-    return settings
+    return settings, valleys
 
 
 def _valleys(family: Family) -> list[list[Setting]]:
     """The candidates of each rate begun with; all together where these are a ladder of rates already."""
     if not {setting.lr for setting in family.candidates} <= set(STARTS):
         return [list(family.candidates)]
-    return [[setting for setting in family.candidates if setting.lr == lr] for lr in STARTS]
+    valleys = [[setting for setting in family.candidates if setting.lr == lr] for lr in STARTS]
+    return [valley for valley in valleys if valley]
+
+
+def _lowest(valley: Sequence[Setting], store: Store) -> Setting:
+    return min(valley, key=lambda setting: _finite((store.get(setting, 0) or {"loss": math.inf})["loss"]))
 
 
 def _untried_neighbour(valley: Sequence[Setting], store: Store) -> Setting | None:
-    winner = min(valley, key=lambda setting: _finite((store.get(setting, 0) or {"loss": math.inf})["loss"]))
+    winner = _lowest(valley, store)
     neighbours = (replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5))
     return next((neighbour for neighbour in neighbours if neighbour not in valley), None)
 
 
 def sweep(families: Iterable[Family], seeds: int, store: Store, processes: int, log: Log) -> None:
-    """Runs what the store lacks: tuning on seed 0 family by family, then the best of each on the other seeds."""
+    """Runs what the store lacks: tuning on seed 0 family by family, then the finalists of each on the other seeds."""
     families = list(families)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -182,9 +215,9 @@ def _wanted(families: Sequence[Family], seeds: int, store: Store) -> list[tuple[
         settings = tried(family, store)
         missing = [(setting, 0) for setting in settings if store.get(setting, 0) is None]
         tuning += missing
-        winner = best(family, store)
-        if not missing and winner is not None:
-            others += [(winner[0], seed) for seed in range(1, seeds) if store.get(winner[0], seed) is None]
+        if not missing:
+            last = [(setting, seed) for setting in finalists(family, store) for seed in range(1, seeds)]
+            others += [(setting, seed) for setting, seed in last if store.get(setting, seed) is None]
     return tuning + others
 
 
