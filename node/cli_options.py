@@ -103,7 +103,7 @@ def _node(
         typer.Option(help="Bytes/s received from peers at most, beside the DHT's; 0: no cap.", rich_help_panel=_NODE),
     ] = None,
     http: Annotated[
-        str | None, typer.Option(help="IP:PORT of the page, /metrics and /healthz; none: off.", rich_help_panel=_NODE)
+        str | None, typer.Option(help="IP:PORT of page, /metrics, /healthz; auto; none: off.", rich_help_panel=_NODE)
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write TensorBoard event files there.", rich_help_panel=_NODE)

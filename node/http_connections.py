@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from typing import TYPE_CHECKING, Final
 
@@ -15,12 +16,29 @@ if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.web_protocol import RequestHandler
 
+log = logging.getLogger(__name__)
+ERRORS: Final = logging.getLogger(f"{__name__}.errors")  # what the server is given to log to
+
 MAX_CONNECTIONS: Final = 128
 ASK_WITHIN_S: Final = 10.0  # of connecting
 BEHIND_S: Final = 30.0  # that a reader may leave written bytes unread
 KEPT_S: Final = 30.0  # that a connection is kept for another request
 LOOK_S: Final = 5.0
 SEND_BUFFER: Final = 256 << 10  # of the kernel: what does not fit is seen to be behind
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Keeps out faults of what came: aiohttp logs each with a trace, and in it all that a stranger has sent."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        log.debug("what came is no request: %s", type(error).__name__)
+        return False
+    return True
+
+
+ERRORS.addFilter(_is_ours)
 
 
 class _Refused(asyncio.Protocol):

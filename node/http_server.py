@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from peerloom.node.http_connections import KEPT_S, Connections, listening
+from peerloom.node.http_connections import ERRORS, KEPT_S, Connections, listening
 from peerloom.node.http_endpoint import Endpoint
 from peerloom.node.http_feed import SwarmFeed, TooManyListeners
 from peerloom.protocol.errors import ConfigError, PortInUse
@@ -68,7 +68,7 @@ class HttpServer:
         app = web.Application(middlewares=[_guard(endpoint, lambda connection: connections.asked(connection))])
         _add_routes(app, feed, status, metrics)
         runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=KEPT_S
+            app, access_log=None, logger=ERRORS, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=KEPT_S
         )
         await runner.setup()
         try:

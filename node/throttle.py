@@ -18,6 +18,7 @@ M = TypeVar("M")
 
 WINDOW_BYTES = 65_535  # that a sender may be ahead of a reader under a download cap; HTTP/2's own default
 
+
 @dataclass(frozen=True, slots=True)
 class Caps:
     """Bytes a second, 0 for none."""

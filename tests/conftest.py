@@ -45,6 +45,17 @@ async def no_task_left() -> AsyncIterator[None]:
     assert not names, f"tasks left: {', '.join(names)}"
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch with one thread: on small tensors more would wait for each other, and sum in another order."""
+    import torch  # not for tests that have none of it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_finish() -> None:
     """What has been imported stays: the garbage collector need not go through it again and again."""
     gc.freeze()

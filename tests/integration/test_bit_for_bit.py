@@ -59,15 +59,6 @@ class Replay:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As the nodes have it: more threads sum in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def pair(swarm: Swarm) -> Iterator[tuple[RunSpec, list[Node]]]:
     """Two nodes that have met in some rounds running, by the schedule, and are stopped; every checkpoint is kept."""
     swarm.rest("seed")

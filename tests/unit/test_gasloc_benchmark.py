@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from tests.benchmarks.gasloc_plot import Best
 from tests.benchmarks.gasloc_sweep import FAMILIES, SIZES, Family, _wanted, best, chosen, finalists, outer, rates, tried
 from tests.benchmarks.gasloc_time import COPY_TICKS, Machine, World, run_in_time, run_spec, stored_run, ticks_to
 from tests.benchmarks.gasloc_train import Result, Store, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the benchmark has it
 
 # --- the sweep
 
@@ -271,15 +273,6 @@ class Still(Machine):
 
     def _loss(self) -> float:
         return 1.0
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the benchmark has it: on small tensors more of them only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

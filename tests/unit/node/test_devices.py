@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import logging
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,11 +22,9 @@ from peerloom.node import checkpoint, checkpoint_parts
 from peerloom.node.config import load_config
 from peerloom.node.devices import check_devices, parse_devices
 from peerloom.node.export import export
-from peerloom.node.seams import WorkerDied, WorkerSetup
 from peerloom.node.worker.group import STORE, Group
 from peerloom.node.worker.memory import BlockLayout, SharedBlock, anonymous_file
 from peerloom.node.worker.model import build_model, model_over
-from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.rank import wait_for
 from peerloom.node.worker.shard import Place, Shard, join, loopback, rows_of
 from peerloom.node.worker.tasks import open_task
@@ -38,11 +33,8 @@ from peerloom.node.worker.tasks.gasloc_group import GaslocGroupTask
 from peerloom.optim.matrix_fsdp import RankLost
 from peerloom.protocol.errors import ConfigError, StorageError
 from peerloom.protocol.runspec import RunSpec
+from tests.unit.node.on_devices import apart, on_cpus, quiet, spec_of
 from tests.unit.node.tiny import Optimizer, never, setup, task, tiny_spec, write_text
-
-
-def quiet(what: str, share: float) -> None:
-    """No progress shown."""
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +50,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def spec_of(source: Path, optimizer: Optimizer = "adamw", batch_size: int = 4, **gasloc: Any) -> RunSpec:
-    spec = tiny_spec(source)
-    return replace(
-        spec,
-        train=replace(spec.train, optimizer=optimizer, batch_size=batch_size),
-        gasloc=replace(spec.gasloc, **gasloc),
-    )
-
-
-def on_cpus(given: WorkerSetup, count: int) -> WorkerSetup:
-    return replace(given, devices=("cpu",) * count)
 
 
 def group_task(spec: RunSpec, home: Path) -> GaslocGroupTask:
@@ -96,14 +75,6 @@ def rounds(worker: GaslocTask, first: int = 0) -> list[Tensor]:
         worker.finish(mix=True)
         seen.append(worker._host_theta.clone())
     return seen
-
-
-def apart(ones: list[Tensor], others: list[Tensor]) -> float:
-    pairs = [
-        (a.view(torch.float32), b.view(torch.float32)) if a.dtype == torch.uint8 else (a, b)
-        for a, b in zip(ones, others, strict=True)
-    ]
-    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "soap", "basis_rotated"])
@@ -237,134 +208,7 @@ def test_every_row_goes_to_one_rank(rows: int, ranks: int) -> None:
     assert torch.equal(torch.cat(kept), torch.from_numpy(windows))
 
 
-# ---- processes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """y and theta of each round, fp32; round and sketch are those of the start."""
-
-    proposals: list[Tensor]
-    thetas: list[Tensor]
-    round: int
-    sketch: tuple[float, ...]
-
-
-def numbers(view: memoryview) -> Tensor:
-    return torch.frombuffer(bytearray(view), dtype=torch.float32)
-
-
-async def live(worker: WorkerProcess, given: WorkerSetup, count: int) -> Life:
-    """Rounds with a partner whose proposal is this node's, a little off, then a checkpoint."""
-    ready = await worker.start(given, quiet)
-    proposals, thetas = [], []
-    for number in range(ready.round, ready.round + count):
-        await worker.train(number)
-        y = numbers(worker.outbox())
-        worker.inbox()[:] = (y + 0.01 * torch.linspace(-1, 1, len(y))).numpy().tobytes()
-        await worker.finish(mix=True)
-        proposals.append(y)
-        thetas.append(numbers(worker.theta()))
-    await worker.save()
-    return Life(proposals=proposals, thetas=thetas, round=ready.round, sketch=ready.sketch)
-
-
-def live_here(worker: GaslocTask, count: int) -> Life:
-    """The same in this process, on one device."""
-    ready = worker.ready()
-    first = ready.round
-    proposals, thetas = [], []
-    for number in range(first, first + count):
-        worker.train(number, never)
-        y = worker._outbox.view(torch.float32).clone()
-        worker._inbox.view(torch.float32).copy_(y + 0.01 * torch.linspace(-1, 1, len(y)))
-        worker.finish(mix=True)
-        proposals.append(y)
-        thetas.append(worker._host_theta.clone())
-    worker.save()
-    return Life(proposals=proposals, thetas=thetas, round=first, sketch=ready.sketch)
-
-
-def same(ours: Life, theirs: Life) -> bool:
-    assert ours.sketch == pytest.approx(theirs.sketch, abs=1e-3)
-    return ours.round == theirs.round and max(
-        apart(ours.proposals, theirs.proposals), apart(ours.thetas, theirs.thetas)
-    ) <= 1e-6
-
-
-def kept(home: Path) -> checkpoint.Checkpoint:
-    """The newest checkpoint, as any reader beside the node finds it."""
-    found, notes = checkpoint.newest_intact(home / "peer-a" / "checkpoints", read_only=True)
-    assert found is not None and notes == []
-    return found
-
-
-async def stop_a_rank(worker: WorkerProcess) -> None:
-    """One that is stopped, and not dead, takes the group down once the limit is over; the last save stands."""
-    pids = worker.pids
-    os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match=r"rank 1 did not answer in .* \(silent for 5 s\)"):
-        await worker.train(2)
-    await worker.stop()
-    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
-
-
-async def lose_a_rank_amid_a_save(worker: WorkerProcess, folder: Path) -> None:
-    """Takes the group down, and is named."""
-    pids = worker.pids
-    await worker.train(6)
-    await worker.finish(mix=False)
-    os.kill(pids[2], signal.SIGSTOP)  # it writes nothing, and the others cannot end without it
-    saving = asyncio.create_task(worker.save())
-    while not (folder / ".new-round-00000007").exists():  # noqa: ASYNC110  another process makes it
-        await asyncio.sleep(0.01)
-    os.kill(pids[2], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"rank 2 .*SIGKILL|rank 2 did not answer"):
-        await saving
-    await worker.stop()
-    assert len(pids) == 3 and not any(map(psutil.pid_exists, pids))
-    assert not (folder / "round-00000007").exists()
-
-
-NEWEST = {2: "round-00000002", 3: "round-00000006"}  # saved on so many devices
-
-
-@pytest.mark.slow
-async def test_a_node_may_change_its_number_of_devices(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two devices, of which one is stopped, then one, then three, of which one gets no row of the batch and one is
-    lost amid a save, then one; all against one all along.
-    """
-    spec, home = spec_of(source, batch_size=2), tmp_path / "node"
-    folder = home / "peer-a" / "checkpoints"
-    references = [live_here(task(spec, tmp_path / "one"), 2) for _ in range(3)]
-    for reference, devices in zip(references, (2, 1, 3), strict=True):
-        if devices == 1:
-            worker_here = task(spec, home)
-            worker_here._cursor.give_back(worker_here._position.step)  # else it skips what a lost round had drawn
-            found = live_here(worker_here, 2)
-        else:
-            open_before = len(os.listdir("/proc/self/fd"))
-            given = replace(on_cpus(setup(spec, home), devices), lost_s=5.0 if devices == 2 else 60.0)
-            worker = WorkerProcess(ranks=devices)
-            try:
-                with caplog.at_level(logging.DEBUG, "peerloom.worker"):
-                    found = await live(worker, given, 2)
-                assert len(list(folder.glob(f"{NEWEST[devices]}/moments-*-of-{devices:05d}.safetensors"))) == devices
-                await (stop_a_rank(worker) if devices == 2 else lose_a_rank_amid_a_save(worker, folder))
-            finally:
-                await worker.stop()
-            assert len(os.listdir("/proc/self/fd")) == open_before
-        assert same(found, reference) and not (home / "peer-a" / STORE).exists()
-    tables = [record for record in caplog.messages if record.startswith("imbalance")]
-    assert len(tables) == 2, "who owns what, once a start"
-    again, theirs = task(spec, home), kept(tmp_path / "one")
-    assert again.ready().round == 6 and [path.name for path in folder.glob(".*")] == []
-    ours = kept(home)
-    assert ours.optimizer.keys() == theirs.optimizer.keys()
-    for key, value in theirs.optimizer.items():
-        torch.testing.assert_close(ours.optimizer[key], value, rtol=1e-3, atol=1e-6, msg=key)
+# ---- what is lost, and what is written
 
 
 def test_a_rank_that_is_silent_is_lost_within_a_minute(source: Path, tmp_path: Path, alone: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -116,6 +117,28 @@ async def test_other_paths_methods_and_hosts_are_refused(client: aiohttp.ClientS
             assert answer.status == 405
         async with client.get(server.url + "status.json", headers={"Host": "evil.example:80"}) as answer:
             assert answer.status == 403
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x8b" * 300_000,
+        b"GET / HTTP/1.1\r\nHost" + b"\0" * 5000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"zz" * 9000,
+    ],
+    ids=["noise", "bad header", "long header", "bad body"],
+)
+async def test_garbage_is_refused_and_not_written_to_the_log(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(FakeSwarm(1), Endpoint("127.0.0.1", 0, moves=False)) as server:
+        with caplog.at_level(logging.DEBUG):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rstrip("/").rsplit(":", 1)[1]))
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+        assert not answer or answer.startswith(b"HTTP/1.")
+        told = [record for record in caplog.records if record.name.startswith(("peerloom", "aiohttp"))]
+        assert not [record for record in told if record.levelno > logging.DEBUG or len(record.getMessage()) > 200]
 
 
 async def test_a_reader_that_does_not_read_is_dropped_and_pages_are_limited() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,8 @@ Draw = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only compete with the other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def small_tensors(one_thread: None) -> None:
+    """Threads would only compete with the other tests."""
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from peerloom.node import matrix_checkpoint
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
-    RankLost,
     ShardedModel,
-    ShardingError,
     build_optimizer,
     clip_grad_norm_,
     holdings,
     matrix_fully_shard,
 )
-from peerloom.optim.matrix_fsdp.memory import needed
-from peerloom.optim.matrix_fsdp.modules import find_units
-from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
-from tests.benchmarks.matrix_fsdp_methods import METHODS
-from tests.benchmarks.matrix_fsdp_model import Size
-from tests.benchmarks.matrix_fsdp_model import make_model as make_decoder
-from tests.benchmarks.matrix_fsdp_peak import peak_of
-from tests.benchmarks.matrix_fsdp_ranks import Figures, counted, windows_of
 
 VOCABULARY, LENGTH = 96, 16
 Array = NDArray[np.float32]
@@ -275,139 +262,7 @@ def whole(outcomes: list[Outcome]) -> dict[str, Array]:
     return joined
 
 
-@contextmanager
-def counted_calls() -> Iterator[list[str]]:
-    """Names of the torch.distributed operations that are started inside."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    calls: list[str] = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if str(function).startswith("c10d."):
-                calls.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    with Counting():
-        yield calls
-
-
 # ---- what ranks do in the other tests
-
-
-def counted_step(rank: int, ranks: int, case: Case) -> dict[str, Any] | None:
-    """Operations and bytes of one step, part by part, and operations of the second optimizer step."""
-    mesh = mesh_of(ranks, case.replicas)
-    if rank >= ranks:
-        return None
-    model = make_model(case)
-    sharded = matrix_fully_shard(model, mesh, **case.sharding)
-    optimizer = make_optimizer(model, case)
-    compared = sharded.traffic.messages
-    with counted_calls() as passes:
-        loss = loss_of(model, 0, slice(rank, rank + 1), ranks)
-        loss.backward()  # type: ignore[no-untyped-call]
-    before = replace(sharded.traffic)
-    with counted_calls() as clipping:
-        clip_grad_norm_(model, 1.0)
-    with counted_calls() as step:
-        optimizer.step()
-    optimizer.zero_grad()
-    resident = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
-    moments = [v for o in holdings(model) for v in optimizer.state_of(o.parameter).values() if v.dim()]
-    after, full = replace(sharded.traffic), [unit.is_full for unit in sharded.units]
-    loss_of(model, 1, slice(rank, rank + 1), ranks).backward()  # type: ignore[no-untyped-call]
-    with counted_calls() as second:
-        optimizer.step()
-    return {
-        "passes": passes, "clipping": clipping, "step": step + second,
-        "compared": compared, "traffic": before, "after": after,
-        "resident": sum(storage.nbytes() for storage in resident.values()),
-        "moments": sum(value.nbytes for value in moments), "full": full,
-        "plan": sharded.plan,
-    }  # fmt: skip
-
-
-def order_of_a_step(rank: int, ranks: int, layers: int, reshard: bool) -> list[str] | None:
-    """When units begin to be gathered, and when their blocks compute."""
-    mesh = mesh_of(ranks)
-    if rank >= ranks:
-        return None
-    model = make_model(Case(layers=layers))
-    sharded = matrix_fully_shard(model, mesh, reshard_after_forward=reshard)
-    seen: list[str] = []
-    for index, unit in enumerate(sharded.units):
-        unit.start_open = _told(unit, seen, index)  # type: ignore[method-assign]
-        if index:
-            unit.module.get_submodule("mlp").register_forward_hook(_computes(seen, index))
-    loss_of(model, 0, slice(rank, rank + 1), ranks).backward()  # type: ignore[no-untyped-call]
-    return seen
-
-
-def _told(unit: Unit, seen: list[str], index: int) -> Callable[[], None]:
-    begin = unit.start_open
-
-    def start_open() -> None:
-        if not unit.is_full:
-            seen.append(f"gather {index}")
-        begin()
-
-    return start_open
-
-
-def _computes(seen: list[str], index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: Tensor) -> None:
-        seen.append(f"forward {index}")
-        output.register_hook(lambda gradient: seen.append(f"backward {index}"))  # type: ignore[no-untyped-call]
-
-    return hook
-
-
-def refused(rank: int, ranks: int, odd: tuple[int, ...], how: str, replicas: int = 1) -> tuple[str, bool] | None:
-    """Shards with something wrong on the ranks `odd`; the sentence, and whether the weights are as they were."""
-    mesh = mesh_of(ranks, replicas)
-    if rank >= ranks:
-        return None
-    case, sharding = Case(), dict[str, Any]()
-    version = torch.__version__
-    if rank in odd and how == "layers":
-        case = Case(layers=3)
-    model = make_model(case)
-    try:
-        if rank in odd:
-            sharding = _spoil(model, how, mesh)
-        before = [(id(parameter), _bytes_of(parameter)) for parameter in model.parameters()]
-        matrix_fully_shard(model, mesh, **sharding)
-    except ShardingError as error:
-        return str(error), before == [(id(parameter), _bytes_of(parameter)) for parameter in model.parameters()]
-    finally:
-        torch.__version__ = version
-    return "", True
-
-
-def _spoil(model: nn.Module, how: str, mesh: DeviceMesh) -> dict[str, Any]:
-    layer = model.get_submodule("model.layers.1.mlp.up_proj")
-    weight = layer.get_parameter("weight").detach()
-    spoilt: dict[str, Callable[[], Tensor]] = {
-        "view": lambda: torch.zeros(2, *weight.shape)[0],
-        "strided": lambda: weight.T.contiguous().T,
-        "sparse": weight.to_sparse,
-        "complex": lambda: weight.to(torch.complex64),
-        "dtensor": lambda: DTensor.from_local(weight, mesh, [Replicate()], run_check=False),
-        "shared": lambda: model.get_parameter("model.layers.0.mlp.up_proj.weight").detach(),
-        "half": weight.half,
-    }
-    if how in spoilt:
-        layer.weight = nn.Parameter(spoilt[how]())
-    if how == "version":
-        torch.__version__ = "2.0.0"  # type: ignore[assignment]
-    return {"policy": "scope_greedy"} if how == "plan" else {"memory_limit": 1000} if how == "memory" else {}
-
-
-def _bytes_of(parameter: Tensor) -> str:
-    return repr(parameter.detach().to_dense() if parameter.layout != torch.strided else parameter.detach())
 
 
 GLOBAL_BATCH = 12  # a step, of every world size
@@ -440,158 +295,3 @@ def continued(
         matrix_checkpoint.save(target, model, optimizer, {"step": steps.stop})
     assert not any(unit.is_full for unit in sharded.units) or sharded.world_size == 1
     return losses
-
-
-def interrupted(rank: int, ranks: int, case: Case) -> Outcome | None:
-    """A training with an evaluation and passes that fail in between: neither may leave a trace."""
-    mesh = mesh_of(ranks)
-    if rank >= ranks:
-        return None
-    model = make_model(case)
-    sharded = matrix_fully_shard(model, mesh)
-    optimizer = make_optimizer(model, case)
-    losses: list[float] = []
-    for step in range(case.steps):
-        with torch.no_grad():
-            loss_of(model, 500 + step, slice(0, 1), 1)
-        _fail_in_forward(model)
-        _fail_in_backward(model)
-        losses += train(sharded, optimizer, range(step, step + 1), rank, ranks, case)[0]
-    return Outcome(losses, pieces_of(model), [])
-
-
-def _fail_in_forward(model: nn.Module) -> None:
-    def stop(*_: object) -> None:
-        raise InterruptedError
-
-    with model.get_submodule("model.layers.1.mlp").register_forward_hook(stop), suppress(InterruptedError):
-        loss_of(model, 0, slice(0, 1), 1)
-
-
-def _fail_in_backward(model: nn.Module) -> None:
-    def stop(gradient: Tensor) -> None:
-        raise InterruptedError
-
-    def watch(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(stop)  # type: ignore[no-untyped-call]
-
-    with model.get_submodule("model.layers.0.mlp").register_forward_hook(watch), suppress(InterruptedError):
-        loss_of(model, 0, slice(0, 1), 1).backward()  # type: ignore[no-untyped-call]
-
-
-SMALL = Size(layers=6, width=64, mlp=256, heads=4, tokens=8)  # next to no activations
-
-
-def beside_stock(rank: int, ranks: int) -> dict[str, Figures] | None:
-    """What this method and stock FSDP2 hold, with Muon, and allocate in a step."""
-    mesh = mesh_of(ranks)
-    if rank >= ranks:
-        return None
-    windows, found = windows_of(rank, SMALL), {}
-    for name in ("ours", "fsdp2"):
-        method = METHODS[name](SMALL, mesh)
-        counted(method, windows)  # the first makes the moments
-        found[name] = counted(method, windows)
-    return found
-
-
-def peak_beside_estimate(
-    rank: int, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int
-) -> tuple[int, int] | None:
-    """Bytes allocated at once in a step with two moments of all that is trained, and what was counted on."""
-    mesh = mesh_of(ranks, replicas)
-    if rank >= ranks:
-        return None
-    model, twin = make_decoder(SMALL).to(dtype), make_decoder(SMALL).to(dtype)
-    for name, parameter in [*model.named_parameters(), *twin.named_parameters()]:
-        parameter.requires_grad_(not frozen or frozen not in name)
-    sharded = matrix_fully_shard(model, mesh, mp=mp, reshard_after_forward=reshard)
-    units = find_units(twin)
-    counted_on = needed(sharded.plan, units, [dtypes_of(unit, mp) for unit in units], sharded.rank, reshard)
-    optimizer, windows = make_optimizer(model, Case(matrix="adamw")), windows_of(rank, SMALL)
-    for step in range(2):
-        with peak_of(sharded.device) as peak:
-            model(windows).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 0:
-            before = _resident(model, optimizer)
-    return before + peak.bytes, counted_on
-
-
-def _resident(model: nn.Module, optimizer: OwnerOptimizer) -> int:
-    """Bytes of parameters and moments; a view of one flat tensor has those of all, once."""
-    moments = [v for owned in holdings(model) for v in optimizer.state_of(owned.parameter).values()]
-    kept = [*model.parameters(), *(value for value in moments if value.dim())]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """A group of which one rank, counted in the group, dies or falls silent in the second step."""
-
-    ranks: int = 3
-    dies: int = 1
-    within: str  # "forward", "backward", "clipping", "silence"
-    case: Case = field(default_factory=Case)
-
-
-LOSSES = {
-    "forward": Loss(within="forward"),
-    "backward": Loss(within="backward", dies=2),
-    "clipping": Loss(within="clipping", dies=0),
-    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"})),
-    "replicas": Loss(ranks=4, dies=3, within="backward", case=Case(replicas=2)),
-    "silence": Loss(within="silence"),
-}
-
-
-def groups_of_losses() -> dict[str, range]:
-    """The ranks of each of LOSSES, one group after the other."""
-    groups, begin = {}, 0
-    for name, loss in LOSSES.items():
-        groups[name] = range(begin, begin + loss.ranks)
-        begin += loss.ranks
-    return groups
-
-
-def meets_a_loss(rank: int) -> tuple[int, ...]:
-    """Who is lost, as an error that is raised in the second step has it."""
-    mine = next(name for name, group in groups_of_losses().items() if rank in group)
-    for name, group in groups_of_losses().items():  # each rank must make all meshes
-        made = mesh_of(LOSSES[name].ranks, LOSSES[name].case.replicas, begin=group.start)
-        if name == mine:
-            mesh, loss = made, LOSSES[name]
-    case = loss.case
-    model = make_model(case)
-    sharded = matrix_fully_shard(model, mesh, **case.sharding)
-    optimizer = make_optimizer(model, case)
-    at = rank - groups_of_losses()[mine].start
-    train(sharded, optimizer, range(1), at, loss.ranks, case)
-    if loss.within == "silence":
-        sharded.links.timeout = timedelta(seconds=1)
-    if at == loss.dies:
-        if loss.within == "silence":
-            return ()
-        _die_within(model, loss.within)
-    try:
-        each = loss_of(model, 1, slice(at, at + 1), loss.ranks)
-        each.backward()  # type: ignore[no-untyped-call]
-        if loss.within == "clipping" and at == loss.dies:
-            os._exit(9)
-        clip_grad_norm_(model, 1.0)
-        for step in range(2, 20):  # of another replica, it may be missed only now
-            train(sharded, optimizer, range(step, step + 1), at, loss.ranks, case)
-    except RankLost as error:
-        return error.ranks
-    raise AssertionError("nobody was missed")
-
-
-def _die_within(model: nn.Module, within: str) -> None:
-    def watch(module: nn.Module, args: object, output: Tensor) -> None:
-        if within == "forward":
-            os._exit(9)
-        if within == "backward":
-            output.register_hook(lambda gradient: os._exit(9))  # type: ignore[no-untyped-call]
-
-    model.get_submodule("model.layers.0.mlp").register_forward_hook(watch)

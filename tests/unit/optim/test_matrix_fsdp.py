@@ -13,26 +13,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_, shard
 from peerloom.optim.matrix_fsdp.planner import numel
 from tests.unit.optim.matrix_cases import (
-    LOSSES,
     Array,
     Case,
     Outcome,
-    beside_stock,
-    counted_step,
     ddp_run,
     full_batch_run,
-    groups_of_losses,
-    interrupted,
     make_model,
-    meets_a_loss,
-    order_of_a_step,
-    peak_beside_estimate,
     pieces_of,
     reference_run,
-    refused,
     sharded_run,
     whole,
 )
+from tests.unit.optim.matrix_counts import beside_stock, counted_step, order_of_a_step, peak_beside_estimate
+from tests.unit.optim.matrix_faults import LOSSES, groups_of_losses, interrupted, meets_a_loss, refused
 from tests.unit.optim.ranks import Ranks
 
 SOAP = {"lr": 3e-3, "freq": 3}

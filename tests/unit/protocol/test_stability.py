@@ -18,6 +18,15 @@ from peerloom.protocol.stability import FIXED, alpha_bound, default_tuning, larg
 MOMENTA = ("pre", "post")
 
 
+def bound_of(
+    pairing: str, alpha: float, gamma: float, momentum: str, group: int = 2, pull: float = 0.0
+) -> float | None:
+    """With unit weights, and four partners where a graph is regular."""
+    return alpha_bound(
+        pairing, alpha, gamma, momentum, weights="unit", degree=4, group_size=group, pull=pull,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("weights", ["unit", "metropolis"])
 @pytest.mark.parametrize("pairing", FIXED)
 def test_no_graph_of_any_size_has_a_larger_eigenvalue(pairing: str, weights: str) -> None:
@@ -43,7 +52,7 @@ def test_sequences_are_refused_where_their_rate_is_over_one(pairing: str, gamma:
             for n in (2, 3, 4, 6, 8, 9, 16)
             if pairing != "hypercube" or n & (n - 1) == 0
         )
-        bound = alpha_bound(pairing, alpha, gamma, momentum, weights="unit", degree=4, group_size=2)  # type: ignore[arg-type]
+        bound = bound_of(pairing, alpha, gamma, momentum)
         if abs(worst - 1) > 0.01:
             assert (bound is None) == (worst < 1), (alpha, worst, bound)
         assert bound is None or bound <= alpha + 0.01
@@ -60,15 +69,7 @@ def test_random_partners_are_refused_where_the_mean_square_grows(
     for gamma in (0.0, 0.3, 0.6, 0.9):
         for alpha in (0.5, 1.0, 1.35):
             large = random_rate(4096, alpha, gamma, momentum, peers=peers, group=group)  # type: ignore[arg-type]
-            bound = alpha_bound(
-                pairing,
-                alpha,
-                gamma,
-                momentum,
-                weights="unit",
-                degree=4,
-                group_size=group,  # type: ignore[arg-type]
-            )
+            bound = bound_of(pairing, alpha, gamma, momentum, group)
             if abs(large - 1) > 0.005:
                 assert (bound is None) == (large < 1), (gamma, alpha, large, bound)
 
@@ -135,16 +136,7 @@ def test_random_partners_under_overlap_are_refused_where_the_mean_square_grows(p
             for pull in (0.0, 0.7, 1.0, 1.5):
                 worst = max(rate_of_three(alpha, gamma, momentum, each) for each in (0.0, pull / 2, pull))
                 pair = pair_bound(gamma, 1.0, momentum, pull)  # type: ignore[arg-type]
-                bound = alpha_bound(
-                    pairing,
-                    alpha,
-                    gamma,
-                    momentum,
-                    weights="unit",
-                    degree=4,
-                    group_size=2,
-                    pull=pull,  # type: ignore[arg-type]
-                )
+                bound = bound_of(pairing, alpha, gamma, momentum, pull=pull)
                 if abs(worst - 1) > 0.005:
                     assert (bound is None) == (worst < 1 and alpha < pair), (gamma, alpha, pull, worst, bound)
                 told.add((bound is None, worst < 1, alpha < pair))
@@ -155,7 +147,7 @@ def test_random_partners_under_overlap_are_refused_where_the_mean_square_grows(p
 @pytest.mark.parametrize("pairing", ["rendezvous", "scheduled", "exponential"])
 def test_overlap_leaves_less_room(pairing: str, momentum: str) -> None:
     free, pulled = (
-        alpha_bound(pairing, 3.0, 0.3, momentum, weights="unit", degree=4, group_size=2, pull=pull)  # type: ignore[arg-type]
+        bound_of(pairing, 3.0, 0.3, momentum, pull=pull)
         for pull in (0.0, 1.3)
     )
     pair = (2 * 1.3 - 1.3) / (1.0 if momentum == "pre" else 1.6)
