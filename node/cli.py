@@ -145,12 +145,15 @@ def run_init(
     flags: Flags,
     path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The file to write.")] = Path("run.toml"),
     method: Annotated[str, typer.Option(help="gasloc, seedflow or pipeline.")] = "gasloc",
+    nodes: Annotated[
+        int, typer.Option(min=1, help="How many you expect: from 8 on, gasloc's nodes meet in groups of 4.")
+    ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a run.toml to start from."""
     from peerloom.node.cli_files import write_template
 
-    write_template(path, method, force=force)
+    write_template(path, method, nodes, force=force)
 
 
 @command(run_app, "check", home=False)

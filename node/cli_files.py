@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from peerloom.node.export import Exported
 
 
-def write_template(path: Path, method: str, *, force: bool) -> None:
+def write_template(path: Path, method: str, nodes: int, *, force: bool) -> None:
     """Writes a run.toml with every key; raises StorageError for one that is there, without `force`, and SpecError."""
-    text = template(method)
+    text = template(method, nodes)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)

@@ -25,7 +25,7 @@ from peerloom.node.seams import (
     WorkerSetup,
 )
 from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.pace import another_step, may_go_on
+from peerloom.node.worker.pace import Done, another_step, may_go_on
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span
@@ -65,6 +65,7 @@ class MemoryWorker:
         self._finished = asyncio.Event()  # the exchange under local steps is over
         self._dead: str | None = None
         self._round = self._step = self._tokens = self._taken = 0
+        self._done = Done()  # in this round
 
     def die(self, how: str = "killed by the test") -> None:
         """Makes every later call raise WorkerDied."""
@@ -156,10 +157,11 @@ class MemoryWorker:
             raise ValueError(f"asked to train fragment {fragment} while fragment {self._exchanges.fragment} is next")
         self._interrupted.clear()
         if fragment == 0:
+            self._done = Done()
             self._method.start_round()
         loop, first, spec = asyncio.get_running_loop(), self._disk.cursor, self._setup.spec.gasloc
-        started = loop.time()
-        while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s):
+        started, before = loop.time(), self._done
+        while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s, before):
             if not may_go_on(self._disk.cursor - first, loop.time() - started, spec):
                 started += await self._until_finished()
             if not await self._one_step():
@@ -167,6 +169,7 @@ class MemoryWorker:
         self._check()
         started += await self._until_finished()
         seconds = loop.time() - started
+        self._done = before.plus(self._disk.cursor - first, seconds)
         self._propose()
         return RoundTrained(
             round=round,

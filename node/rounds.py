@@ -10,12 +10,12 @@ from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.logs import log_if_changed, short
 from peerloom.node.place import Held, Place
 from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerPort
-from peerloom.node.turns import Meeting, Turns
+from peerloom.node.turns import Meeting, Reached, Turns
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import StorageError
 from peerloom.protocol.lifecycle import budget_spent
 from peerloom.protocol.membership import FAR_OFF
-from peerloom.protocol.plan import is_plain
+from peerloom.protocol.plan import due_s, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,9 @@ class Rounds:
         self._begin()
         round = self._facts.round
         if is_plain(self._context.spec.gasloc):
-            if linger_s := self._linger_s():
-                return await self._lingering(round, linger_s)
-            trained = await self._worker.train(round)
-            self._context.phases.mark("first round")
-            self._note_pace(trained)
-            return await self._land(trained)
+            trained, ended, waited = await self._reach(round)
+            finished = await self._finish(trained, mix=ended.partner is not None)
+            return self._note_round(trained, ended, finished, waited, [met(ended, finished)])
         trained, meetings, waited = await self._turns().run(round)
         ended = next((met.end for met in meetings if met.end.partner is not None), meetings[-1].end)
         finished = await self._finish(trained, mix=False)
@@ -95,6 +92,17 @@ class Rounds:
         finished = await self._finish(trained, mix=ended.partner is not None)
         self._note_round(trained, ended, finished, waited, [met(ended, finished)])
 
+    async def _reach(self, round: int, fragment: int = 0, before_s: float = 0.0) -> Reached:
+        """A fragment's local steps and its first exchange; `before_s` is what those of the fragments before took."""
+        if linger_s := self._linger_s():
+            return await self._lingering(round, fragment, before_s, linger_s)
+        trained = await self._worker.train(round, fragment)
+        self._context.phases.mark("first round")
+        self._note_pace(trained)
+        since = self._clock.monotonic()
+        ended = await self._exchange(round, fragment)
+        return Reached(trained, ended, self._clock.monotonic() - since)
+
     def _linger_s(self) -> float:
         """How long local steps may go on while a partner is sought, where they are short and their number is free."""
         spec = self._context.spec.gasloc
@@ -104,18 +112,19 @@ class Rounds:
         if trained.batches:
             self._step_s = trained.seconds / trained.batches
 
-    async def _lingering(self, round: int, linger_s: float) -> None:
-        """A plain round by the clock: a partner is sought from `round_s` on, and until one is found the worker trains.
+    async def _lingering(self, round: int, fragment: int, before_s: float, linger_s: float) -> Reached:
+        """By the clock: a partner is sought from the fragment's time on, and until one is found the worker trains.
 
         What counts as waiting begins with its last step.
         """
-        training = asyncio.ensure_future(self._worker.train(round, linger_s=linger_s))
+        training = asyncio.ensure_future(self._worker.train(round, fragment, linger_s))
         proposed: list[float] = []
         training.add_done_callback(lambda _: proposed.append(self._clock.monotonic()))
         seeking: asyncio.Future[effects.FinishRound] | None = None
         try:
-            await asyncio.wait((training,), timeout=self._context.spec.gasloc.round_s)
-            seeking = asyncio.ensure_future(self._exchange(round, proposal=training))
+            until_due = max(0.0, due_s(self._context.spec.gasloc, fragment) - before_s)
+            await asyncio.wait((training,), timeout=until_due)
+            seeking = asyncio.ensure_future(self._exchange(round, fragment, proposal=training))
             await asyncio.wait((training, seeking), return_when=asyncio.FIRST_COMPLETED)
             if not training.done():
                 await self._worker.interrupt()  # nobody was there
@@ -127,9 +136,7 @@ class Rounds:
             for task in waited:
                 task.cancel()
             await asyncio.gather(*waited, return_exceptions=True)
-        stood = self._clock.monotonic() - proposed[0]
-        finished = await self._finish(trained, mix=ended.partner is not None)
-        self._note_round(trained, ended, finished, stood, [met(ended, finished)])
+        return Reached(trained, ended, self._clock.monotonic() - proposed[0])
 
     async def _finish(self, trained: RoundTrained, *, mix: bool) -> RoundFinished:
         facts = self._facts
@@ -147,13 +154,13 @@ class Rounds:
         return Turns(
             self._worker,
             self._driver.machine,
+            self._reach,
             self._exchange,
             context.spec.gasloc.fragments,
             draining=context.draining.is_set,
             trained=lambda: self._facts.enter("training"),
             lock=self._held.lock,
             clock=self._clock,
-            mark=context.phases.mark,
         )
 
     async def _exchange(

@@ -9,6 +9,7 @@ from pathlib import Path
 from peerloom.node.identity import Identity, verify
 from peerloom.protocol.errors import AuthenticationError, ConfigError, LimitExceeded, MalformedMessage, SpecError
 from peerloom.protocol.runspec import RunSpec, TrainSpec
+from peerloom.protocol.spec_gasloc import for_swarm
 from peerloom.protocol.types import SignedSpec
 
 MAX_SPEC_BYTES = 65_536
@@ -22,14 +23,18 @@ HEADING = (
 TEMPLATE = HEADING.format(but="") + RunSpec().template()
 
 
-def template(method: str) -> str:
-    """A run.toml of a method with all its keys; raises SpecError for one that is none.
+def template(method: str, nodes: int = 1) -> str:
+    """A run.toml of a method with all its keys, for about so many nodes; raises SpecError for a method that is none.
 
     A pipeline's names what its late gradients want. A text that leaves these keys out has AdamW in a pipeline too: its
     run id is that of its values, and so of the defaults, which stay.
     """
     if method == RunSpec().method:
-        return TEMPLATE
+        plain = RunSpec()
+        spec = replace(plain, gasloc=for_swarm(nodes, plain.gasloc))
+        if spec == plain:
+            return TEMPLATE
+        return HEADING.format(but=f", but [gasloc]'s form, which is for {nodes} nodes or so") + spec.template()
     spec = replace(RunSpec(), method=method)  # type: ignore[arg-type]  # template() says if it is none
     if method != "pipeline":
         return HEADING.format(but=", but `method`") + spec.template()

@@ -19,13 +19,26 @@ class Meeting(NamedTuple):
     taken: Taken
 
 
+class Reached(NamedTuple):
+    """A fragment's local steps, how its first turn ended, and the seconds that were waited for that."""
+
+    trained: RoundTrained
+    ended: effects.FinishRound
+    waited: float
+
+
 class Turns:
-    """Runs one round; `exchange` is one turn of it, `lock` guards theta, `trained` is told when local steps go on."""
+    """Runs one round; `lock` guards theta, `trained` is told when local steps go on.
+
+    `reach` takes a fragment's local steps and its first turn, told the seconds of local steps before; `exchange` is one
+    of its later turns.
+    """
 
     def __init__(
         self,
         worker: WorkerPort,
         machine: GossipMachine,
+        reach: Callable[[int, int, float], Awaitable[Reached]],
         exchange: Callable[[int, int, int], Awaitable[effects.FinishRound]],
         fragments: int,
         *,
@@ -33,17 +46,16 @@ class Turns:
         trained: Callable[[], None],
         lock: asyncio.Lock,
         clock: Clock,
-        mark: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._machine = machine
+        self._reach = reach
         self._exchange = exchange
         self._fragments = fragments
         self._draining = draining
         self._training = trained
         self._lock = lock
         self._clock = clock
-        self._mark = mark
 
     async def run(self, round: int) -> tuple[RoundTrained, list[Meeting], float]:
         """The local steps in all, every turn's end, and the seconds at exchange points.
@@ -58,25 +70,27 @@ class Turns:
                 async with self._lock:
                     await self._worker.settle(fragment - 1)
                 self._training()
-            trained = _joined(trained, await self._worker.train(round, fragment))
-            self._mark("first round")
+            reached = await self._reach(round, fragment, trained.seconds if trained is not None else 0.0)
+            trained = _joined(trained, reached.trained)
             began = self._clock.monotonic()
-            ends += await self._legs(round, fragment)
-            waited += self._clock.monotonic() - began
+            ends += await self._legs(round, fragment, reached.ended)
+            waited += reached.waited + self._clock.monotonic() - began
             if self._draining():
                 break
         assert trained is not None  # a spec has one fragment at least
         return trained, ends, waited
 
-    async def _legs(self, round: int, fragment: int) -> list[Meeting]:
-        ends: list[Meeting] = []
-        while not ends or (len(ends) < self._machine.legs(fragment) and not self._draining()):
+    async def _legs(self, round: int, fragment: int, first: effects.FinishRound) -> list[Meeting]:
+        ends = [Meeting(first, await self._taken(fragment, first))]
+        while len(ends) < self._machine.legs(fragment) and not self._draining():
             end = await self._exchange(round, fragment, len(ends))
-            taken = Taken()
-            if end.partner is not None:
-                taken = await self._worker.take(fragment, end.weight, end.receive, end.replace)
-            ends.append(Meeting(end, taken))
+            ends.append(Meeting(end, await self._taken(fragment, end)))
         return ends
+
+    async def _taken(self, fragment: int, end: effects.FinishRound) -> Taken:
+        if end.partner is None:
+            return Taken()
+        return await self._worker.take(fragment, end.weight, end.receive, end.replace)
 
 
 def _joined(first: RoundTrained | None, then: RoundTrained) -> RoundTrained:

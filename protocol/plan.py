@@ -39,6 +39,11 @@ def is_plain(spec: GaslocSpec) -> bool:
     return spec.pairing in ONE_PARTNER and spec.fragments == 1 and not in_sequence(spec)
 
 
+def due_s(spec: GaslocSpec, fragment: int) -> float:
+    """The seconds of a timed round's local steps after which a fragment is exchanged, the last at the round's end."""
+    return spec.round_s * (fragment + 1) / spec.fragments
+
+
 @lru_cache(maxsize=256)
 def legs(spec: GaslocSpec, seed: int, round: int, fragment: int, n: int) -> tuple[Leg, ...]:
     """The matchings of 0..n-1 that a fragment goes through in a round, in order; perhaps none.

@@ -1,15 +1,28 @@
-"""When a round's local steps are over: a fixed number of them, or as many as fit in a time."""
+"""When local steps are over: a fixed number of them, or as many as fit in a time; shared out over the fragments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from peerloom.optim.fragments import offset
+from peerloom.protocol.plan import due_s
 from peerloom.protocol.spec_gasloc import GaslocSpec
 
 RESERVE = 16  # batches reserved at a time in a timed round, at least: a reservation costs an fsync
 BENEATH = 0.25  # of the local steps: what may run beneath an exchange; see `may_go_on`
 MAX_STEPS = 10**6  # a round, as for local_steps
+
+
+class Done(NamedTuple):
+    """Local steps taken, and the seconds that they took."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def plus(self, steps: int, seconds: float) -> Done:
+        """With these as well."""
+        return Done(self.steps + steps, self.seconds + seconds)
 
 
 def steps_before(fragment: int, spec: GaslocSpec) -> int:
@@ -18,14 +31,20 @@ def steps_before(fragment: int, spec: GaslocSpec) -> int:
     return offset(fragment, spec.local_steps, spec.fragments) - before
 
 
-def another_step(done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 0, linger_s: float = 0.0) -> bool:
+def another_step(
+    done: int, elapsed_s: float, spec: GaslocSpec, fragment: int = 0, linger_s: float = 0.0, before: Done = Done()
+) -> bool:
     """Whether a step towards the fragment's exchange follows the `done` ones, which took `elapsed_s`.
 
-    With `round_s`: whether one as long as their mean ends within it and `linger_s`.
+    `before` is what was done in this round up to the fragment before. With `round_s`: whether one as long as their mean
+    ends by the fragment's time and `linger_s`; the first step of a round always follows. So a node whose steps are long
+    comes to several fragments at the same end of a step, and its round lasts no longer than the others'.
     """
     if not spec.round_s:
         return done < steps_before(fragment, spec)
-    return done == 0 or (done < MAX_STEPS and elapsed_s * (done + 1) / done <= spec.round_s + linger_s)
+    steps, seconds = before.plus(done, elapsed_s)
+    fits = steps == 0 or seconds * (steps + 1) / steps <= due_s(spec, fragment) + linger_s
+    return fits and done < MAX_STEPS
 
 
 def may_go_on(done: int, elapsed_s: float, spec: GaslocSpec) -> bool:

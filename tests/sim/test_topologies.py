@@ -16,7 +16,7 @@ from peerloom.protocol import graphs, plan
 from peerloom.protocol.graphs import Leg
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.sim import stories
-from tests.sim.swarm import Member, Plan, Swarm, play, spec
+from tests.sim.swarm import STEP_S, Member, Plan, Swarm, play, spec
 
 ROUNDS = 6  # compared, from the first that all nodes are in with one view
 
@@ -184,6 +184,23 @@ def test_groups_of_four_in_four_fragments_take_their_exact_mean(pairing: str, al
             after = stacked(swarm, round + 1, fragment)
             assert torch.equal(after[0], theta), f"theta differs after round {round}, fragment {fragment}"
             assert torch.equal(after[1], previous)
+
+
+def test_by_the_clock_a_slow_node_comes_to_every_fragment_with_the_others() -> None:
+    """Its steps take nearly half a round, with four fragments in it, and it meets all that the plan names."""
+    run = spec(clip_radius=0.0, pairing="scheduled", group_size=4, fragments=4, round_s=2.0, gamma=0.3)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(10)
+        await swarm.drain()
+
+    swarm = play(Plan(count=4, spec=run, worker=Recorder, step_s=lambda i: 0.9 if i == 3 else STEP_S), scenario)
+    first = together_from(swarm)
+    lines = {m.index: [line for line in m.rounds if first <= line["round"] < first + ROUNDS] for m in swarm.members}
+    assert all(line["batches"] == 2 for line in lines[3])
+    assert all(8 <= line["batches"] <= 14 for index in range(3) for line in lines[index])
+    assert not any(member.adopted for member in swarm.members)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from peerloom.node.specs import (
     template,
     verify_spec,
 )
+from peerloom.optim.groups import copies_sent
 from peerloom.protocol.errors import (
     AuthenticationError,
     ConfigError,
@@ -26,6 +27,7 @@ from peerloom.protocol.errors import (
     SpecError,
 )
 from peerloom.protocol.runspec import RunSpec
+from peerloom.protocol.spec_gasloc import for_swarm
 from peerloom.protocol.types import SignedSpec
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +64,18 @@ def test_the_pipeline_s_template_and_demo_name_the_optimizer_that_bears_delay() 
     assert template("gasloc") == TEMPLATE
     with pytest.raises(SpecError, match="method"):
         template("magic")
+
+
+def test_the_template_for_many_nodes_is_the_frontier_s_form_at_the_plain_one_s_bytes() -> None:
+    assert template("gasloc", 7) == TEMPLATE
+    many, plain = RunSpec.from_toml(template("gasloc", 16)), RunSpec().gasloc
+    form = (many.gasloc.pairing, many.gasloc.group_size, many.gasloc.fragments, many.gasloc.momentum)
+    assert form == ("hypercube", 4, 4, "post")
+    assert copies_sent(4) / many.gasloc.local_steps == pytest.approx(1 / plain.local_steps)
+    assert "but [gasloc]'s form" in template("gasloc", 16)
+    timed = for_swarm(16, embedded_spec().gasloc)
+    timed.check()
+    assert timed.round_s == 1.5 * embedded_spec().gasloc.round_s
 
 
 def test_a_file_is_read_with_and_without_a_byte_order_mark(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.model import build_model
-from peerloom.node.worker.pace import RESERVE, another_step, may_go_on, reservations
+from peerloom.node.worker.pace import RESERVE, Done, another_step, may_go_on, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
 from peerloom.optim.soap import SOAP
@@ -69,6 +69,29 @@ def test_a_timed_round_takes_the_steps_that_fit_and_at_least_one(
     assert trained.seconds == pytest.approx(steps * step_s)
     worker.finish(mix=False)
     assert worker.train(1, never).first_batch == steps
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps"),
+    [(0.5, [2, 3, 2, 3]), (1.0, [1, 1, 1, 2]), (2.0, [1, 0, 0, 1]), (3.0, [1, 0, 0, 0]), (7.0, [1, 0, 0, 0])],
+)
+def test_the_fragments_of_a_timed_round_come_at_the_ends_of_steps_by_their_times(
+    source: Path, tmp_path: Path, step_s: float, steps: list[int]
+) -> None:
+    clock, taken = Ticks(step_s), 0
+    spec = with_gasloc(tiny_spec(source), round_s=5.05, fragments=4, pairing="scheduled")  # type: ignore[arg-type]
+    worker = clock.slow(task(spec, tmp_path, clock=clock))
+    for round in (0, 1):
+        for fragment, count in enumerate(steps):
+            trained = worker.train(round, never, fragment)
+            assert (trained.batches, trained.first_batch, trained.seconds) == (count, taken, count * step_s)
+            taken += count
+            if fragment < 3:
+                worker.settle(fragment)
+        worker.finish(mix=False)
+    before = Done(1, 1.0)  # who lingered for a partner at one fragment comes to the next at once
+    assert not another_step(0, 0.0, spec.gasloc, 0, before=before.plus(1, 1.0))
+    assert another_step(0, 0.0, spec.gasloc, 0, linger_s=9.0, before=before)
 
 
 def test_the_batches_of_a_timed_round_are_reserved_before_they_are_used(source: Path, tmp_path: Path) -> None:
