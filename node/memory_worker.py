@@ -25,7 +25,7 @@ from peerloom.node.seams import (
     WorkerSetup,
 )
 from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.pace import Done, another_step, may_go_on
+from peerloom.node.worker.pace import Beneath, Done, another_step
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span
@@ -88,6 +88,7 @@ class MemoryWorker:
         self._check()
         spec = setup.spec.gasloc
         self._setup, self._progress, self._stepped = setup, progress, False
+        self._beneath = Beneath(spec)
         self._params = self._model(setup)
         numel = self._params.numel()
         init_digest = hashlib.sha256(self._params.numpy().tobytes()).hexdigest()
@@ -160,14 +161,18 @@ class MemoryWorker:
             self._done = Done()
             self._method.start_round()
         loop, first, spec = asyncio.get_running_loop(), self._disk.cursor, self._setup.spec.gasloc
-        started, before = loop.time(), self._done
-        while another_step(self._disk.cursor - first, loop.time() - started, spec, fragment, linger_s, before):
-            if not may_go_on(self._disk.cursor - first, loop.time() - started, spec):
-                started += await self._until_finished()
-            if not await self._one_step():
+        started, before, under_way = loop.time(), self._done, self._exchanging
+        while True:
+            done, took = self._disk.cursor - first, loop.time() - started
+            if under_way and not (self._exchanging and self._beneath.goes_on(done, took)):
+                started += await self._land(done, took)
+                under_way = False
+            more = another_step(done, loop.time() - started, spec, fragment, linger_s, before)
+            if not (more or (under_way and spec.round_s)) or not await self._one_step():
                 break
         self._check()
-        started += await self._until_finished()
+        if under_way:
+            started += await self._land(self._disk.cursor - first, loop.time() - started)
         seconds = loop.time() - started
         self._done = before.plus(self._disk.cursor - first, seconds)
         self._propose()
@@ -202,7 +207,8 @@ class MemoryWorker:
     def _train_loss(self) -> float:
         return self._loss()
 
-    async def _until_finished(self) -> float:
+    async def _land(self, done: int, elapsed_s: float) -> float:
+        self._beneath.over(done, elapsed_s)
         loop = asyncio.get_running_loop()
         since = loop.time()
         if self._exchanging:
@@ -264,7 +270,13 @@ class MemoryWorker:
         self._round += 1
         due = self._round % self._setup.spec.train.eval_every_rounds == 0
         loss = self._loss() if due else None
-        return RoundFinished(round=self._round, held_out_loss=loss, sketch=self._sketch(), **mixed._asdict())
+        return RoundFinished(
+            round=self._round,
+            held_out_loss=loss,
+            sketch=self._sketch(),
+            beneath_s=self._beneath.finished(),
+            **mixed._asdict(),
+        )
 
     def _sketch(self) -> tuple[float, ...]:
         return tuple(project(self._method.theta, self._setup.spec.seed).tolist())

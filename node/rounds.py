@@ -84,14 +84,6 @@ class Rounds:
         finished = await self._finish(trained, mix=False)
         self._note_round(trained, ended, finished, waited, meetings)
 
-    async def _land(self, trained: RoundTrained) -> None:
-        """The one exchange of a plain round, and its end."""
-        since = self._clock.monotonic()
-        ended = await self._exchange(trained.round)
-        waited = self._clock.monotonic() - since
-        finished = await self._finish(trained, mix=ended.partner is not None)
-        self._note_round(trained, ended, finished, waited, [met(ended, finished)])
-
     async def _reach(self, round: int, fragment: int = 0, before_s: float = 0.0) -> Reached:
         """A fragment's local steps and its first exchange; `before_s` is what those of the fragments before took."""
         if linger_s := self._linger_s():

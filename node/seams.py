@@ -213,7 +213,8 @@ class RoundFinished:
     """theta of the next round stands; `held_out_loss` is None when this round is not evaluated.
 
     `share` is 1, or how much nearer the partner would have had to be to count whole; `far_off`: so much that it is to
-    blame. `sketch` is theta's random projection.
+    blame. `sketch` is theta's random projection. `beneath_s` is what the next round's local steps, that ran beneath the
+    exchange, took.
     """
 
     round: int  # the next one
@@ -221,6 +222,7 @@ class RoundFinished:
     share: float = 1.0
     far_off: bool = False
     sketch: tuple[float, ...] = ()
+    beneath_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Trainer:
     def peers_changed(self) -> None:
         """The live view is another one."""
         if self._driver is not None:
-            self._driver.feed(events.PeersChanged(self._context.view.live()))
+            self._driver.feed(events.PeersChanged(self._context.view.seen()))
 
     async def run(self) -> None:
         """The whole life: returns when drained, out of budget or past max_rounds, with a checkpoint written."""

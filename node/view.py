@@ -82,6 +82,11 @@ class SwarmView:
         self._membership.set_layout(self._facts.layout_digest)
         return self._membership.live(self._clock.monotonic())
 
+    def seen(self) -> tuple[PeerSeen, ...]:
+        """As `live`, with those that are left alone."""
+        self._membership.set_layout(self._facts.layout_digest)
+        return self._membership.seen(self._clock.monotonic())
+
     def score(self, peer: PeerId, fault: str) -> None:
         """Holds a fault against a peer."""
         self._facts.count("peer_faults")

@@ -5,6 +5,9 @@ anybody else: left alone, the same pairs meet in every round and the swarm falls
 equal nodes). So when a couple has met `STREAKS` times running, each looks for somebody else first, for a random part of
 the time a round takes; equal nodes fall into step after one such pause, and then meet at random. The pauses come at
 doubling streaks, so that two fast nodes among slow ones lose less and less to them.
+
+Nor do two stay together whose exchange took longer than their local steps, over a slow link: out of step with the rest
+by then, they would meet in the next round too, and the next, and it would always be the same node that waits.
 """
 
 from __future__ import annotations
@@ -26,16 +29,18 @@ class Company:
         self._longest_s = longest_s
         self._last: PeerId | None = None
         self._streak = 0
+        self._slow = False
 
-    def met(self, peer: PeerId) -> None:
-        """An exchange was committed."""
+    def met(self, peer: PeerId, *, slow: bool = False) -> None:
+        """An exchange was committed; `slow`: it took longer than the local steps."""
+        self._slow = slow
         self._streak = self._streak + 1 if peer == self._last else 1
         self._last = peer
 
     def to_avoid(self, present: Set[PeerId], trained_s: float) -> tuple[PeerId, float] | None:
         """The partner to leave aside and for how many seconds; None when any will do, or nobody else is present."""
         last = self._last
-        if last is None or self._streak not in STREAKS or not present - {last}:
+        if last is None or not (self._slow or self._streak in STREAKS) or not present - {last}:
             return None
         share = self._rng.uniform(LEAST_SHARE, MOST_SHARE)
         return last, min(share * trained_s, self._longest_s)

@@ -10,15 +10,19 @@ from peerloom.protocol.types import PeerId
 
 @dataclass(frozen=True, slots=True)
 class PeerSeen:
-    """One live trainer of the run, other than this node, as its newest record says."""
+    """One live trainer of the run, other than this node, as its newest record says.
+
+    One that is `left_alone` for its faults counts where all nodes are to plan alike, and is met by this node nowhere.
+    """
 
     peer: PeerId
     round: int
+    left_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PeersChanged:
-    """The live view: all trainers that may be paired with now, this node left out."""
+    """The live view: all trainers that the swarm may pair now, this node left out."""
 
     peers: tuple[PeerSeen, ...]
 

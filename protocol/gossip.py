@@ -119,8 +119,9 @@ class GossipMachine(Moves):
             self._finish_alone("this node is stopping")
 
     def _on_peers(self, event: ev.PeersChanged) -> None:
-        self._pairing.view = {seen.peer: seen for seen in event.peers if seen.peer != self._self_id}
-        for parked in [p for p in self._book.parked.values() if p.peer not in self._pairing.view]:
+        self._pairing.see(seen for seen in event.peers if seen.peer != self._self_id)
+        fit = {peer for peer, seen in self._pairing.view.items() if not seen.left_alone}
+        for parked in [p for p in self._book.parked.values() if p.peer not in fit]:
             self._refuse(parked.exchange_id, "refused")
         if self._state == "seeking":
             if self._stale is not None and not self._pairing.view.keys() - {self._stale}:

@@ -116,7 +116,7 @@ class Moves:
     def _finish_with(self, engaged: Engaged) -> None:
         self._out.count("gossip_committed")
         self._missed = False
-        self._company.met(engaged.peer)
+        self._company.met(engaged.peer, slow=self._now - engaged.since > self._trained_s)
         round, weight, swap = self._place.round, self._pairing.weight(self._place), self._pairing.swap(self._place)
         self._pairing.met(self._place)
         if engaged.partner_round != round:
@@ -202,7 +202,7 @@ class Moves:
         self._engage(Engaged(exchange_id, peer, round, offering=False))
 
     def _engage(self, engaged: Engaged) -> None:
-        self._state, self._book.engaged = "exchanging", engaged
+        self._state, self._book.engaged, engaged.since = "exchanging", engaged, self._now
         swap = self._pairing.swap(self._place)
         self._out.add(do.Transfer(engaged.exchange_id, self._stall_s, swap.send, swap.receive))
         for sent in list(self._book.sent.values()):

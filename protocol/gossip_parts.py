@@ -51,6 +51,7 @@ class Engaged:
     peer: PeerId
     partner_round: int
     offering: bool
+    since: float = 0.0
     verified: bool = False
     commit: bool = False
 

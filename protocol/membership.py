@@ -73,7 +73,7 @@ class Membership:
         self._match_timeout_s = spec.match_timeout_s
         self._records: dict[PeerId, PeerRecord] = {}
         self._standings: dict[PeerId, _Standing] = {}
-        self._last_live: tuple[PeerSeen, ...] = ()
+        self._last_seen: tuple[PeerSeen, ...] = ()
 
     def set_layout(self, layout: str) -> None:
         """Names this node's own layout digest; until then nobody can be paired with."""
@@ -83,8 +83,8 @@ class Membership:
         """Takes all live records, in place of those before; True when the live view is another one."""
         self._records = {record.peer_id: record for record in records if record.peer_id != self._self_id}
         self._forget(now)
-        before, self._last_live = self._last_live, self.live(now)
-        return before != self._last_live
+        before, self._last_seen = self._last_seen, self.seen(now)
+        return before != self._last_seen
 
     def score(self, peer: PeerId, fault: str, now: float) -> bool:
         """Holds a fault against a peer; past LIMIT it is left alone, longer each time: True when that begins now."""
@@ -102,10 +102,14 @@ class Membership:
 
     def live(self, now: float) -> tuple[PeerSeen, ...]:
         """All trainers that may be paired with now, in id order."""
+        return tuple(seen for seen in self.seen(now) if not seen.left_alone)
+
+    def seen(self, now: float) -> tuple[PeerSeen, ...]:
+        """As `live`, with those that this node leaves alone: who others are paired with does not hang on its word."""
         return tuple(
-            PeerSeen(peer, self._records[peer].round)
-            for peer in sorted(self._records)
-            if not self.reason_excluded(peer, now)
+            PeerSeen(peer, record.round, self.left_alone(peer, now))
+            for peer, record in sorted(self._records.items())
+            if not self._unfit(record)
         )
 
     def left_alone(self, peer: PeerId, now: float) -> bool:

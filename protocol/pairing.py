@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,10 @@ class Pairing(Protocol):
     """Whom a node may meet in a round; `view` is the live view, without this node."""
 
     view: dict[PeerId, PeerSeen]
+
+    def see(self, peers: Iterable[PeerSeen]) -> None:
+        """Takes the live view anew."""
+        ...
 
     def begin(self, round: int) -> None:
         """The round's first exchange begins: from now on its matchings stay."""
@@ -88,6 +93,9 @@ class Rendezvous:
         self.view: dict[PeerId, PeerSeen] = {}
         self._skew = max_round_skew
 
+    def see(self, peers: Iterable[PeerSeen]) -> None:
+        self.view = {seen.peer: seen for seen in peers if not seen.left_alone}
+
     def begin(self, round: int) -> None:
         pass
 
@@ -129,8 +137,10 @@ class Rendezvous:
 class Planned:
     """The peers that the spec's topology names, leg by leg; a round's matchings stay as they were when it first met.
 
-    Who has left since is not reached, and its edge is dropped; who has come since is in the next round. Both ends
-    offer: an answer tells at once whether the other is past this leg or has settled on other matchings.
+    Who has left since is not reached, and its edge is dropped; who has come since is in the next round. So it is with
+    one that this node leaves alone: it is planned with, since others may still meet it, and were each to plan by a list
+    of its own, nodes would settle on different matchings. Both ends offer: an answer tells at once whether the other is
+    past this leg or has settled on other matchings.
     """
 
     def __init__(self, self_id: PeerId, run_seed: int, spec: GaslocSpec) -> None:
@@ -138,6 +148,9 @@ class Planned:
         self._self_id, self._seed, self._spec = self_id, run_seed, spec
         self._fixed: tuple[int, list[PeerId]] | None = None
         self._met: set[Place] = set()  # committed, of the settled round
+
+    def see(self, peers: Iterable[PeerSeen]) -> None:
+        self.view = {seen.peer: seen for seen in peers}
 
     def begin(self, round: int) -> None:
         if self._fixed is None or self._fixed[0] != round:
@@ -168,12 +181,16 @@ class Planned:
 
     def targets(self, place: Place) -> list[PeerId]:
         partner = None if self._forgone(place) else self._partner(place)
-        return [] if partner is None or self._has_passed(partner, place) else [partner]
+        if partner is None or self._leaves_alone(partner) or self._has_passed(partner, place):
+            return []
+        return [partner]
 
     def refusal(self, peer: PeerId, place: Place, own: Place, is_open: bool) -> DeclineReason | None:
         over = place < own or (place.round == own.round and not is_open)
         if over or place.round - own.round > self._spec.max_round_skew:
             return "round"
+        if self._leaves_alone(peer):
+            return "refused"
         if peer == self._partner(place):
             return None
         return "plan" if self._fixed is not None and self._fixed[0] == place.round else "partner"
@@ -192,6 +209,8 @@ class Planned:
             return f"the topology gives this node nobody in leg {place.leg} of round {place.round}"
         if partner not in self.view:
             return f"the planned partner {partner} has left"
+        if self._leaves_alone(partner):
+            return f"the planned partner {partner} is left alone after repeated faults"
         if self._forgone(place):
             return f"leg {place.leg} would give back what leg {self.swap(place).halved} did not take"
         if self._has_passed(partner, place):
@@ -215,6 +234,10 @@ class Planned:
     def _partner(self, place: Place) -> PeerId | None:
         edge = self._edge(place)
         return None if edge is None else edge[0]
+
+    def _leaves_alone(self, partner: PeerId) -> bool:
+        seen = self.view.get(partner)
+        return seen is not None and seen.left_alone
 
     def _has_passed(self, partner: PeerId, place: Place) -> bool:
         seen = self.view.get(partner)

@@ -99,14 +99,16 @@ class Mixer:
         A member's lie stops at who meets it: were only the group's mean judged, one member could spoil it for all, and
         of 8 nodes 3 meet a liar in every round. Parts of a model move by different lengths, so a distance is measured
         in lengths of the node's own way from theta; and averages lie nearer each other than proposals, so each kind of
-        leg has a median of its own. Nobody is blamed: an average may carry another's lie, and with a member whom some
-        leave alone and others do not, nodes would settle on different groups.
+        leg has a median of its own. Who is far off in the first leg, where halves go both ways, sent what is his own
+        and is blamed for it; later legs carry averages, perhaps with another's lie in them, and blame nobody.
         """
         x = y[part] if own is None or self._method.averaged is not None else own[part]
-        judge = self._legs.setdefault((replace, y.numel() // max(1, theirs.numel())), _Judge(self._radius))
+        cut = round(y.numel() / max(1, theirs.numel()))
+        judge = self._legs.setdefault((replace, cut), _Judge(self._radius))
         way = distance(x, self._method.theta[part]) if self._radius else 1.0
-        share = judge.of(x, theirs, 1 / max(way, LEAST_WAY)).share
-        return self._method.average(theirs, part, replace=replace, own=own, share=share**2), Mixed(share)
+        share, far_off = judge.of(x, theirs, 1 / max(way, LEAST_WAY))
+        taken = self._method.average(theirs, part, replace=replace, own=own, share=share**2)
+        return taken, Mixed(share, far_off and cut == 2 and not replace)
 
     def state(self) -> list[float]:
         """The distances behind the median, for a checkpoint."""

@@ -13,7 +13,7 @@ from peerloom.node import checkpoint
 from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
-from peerloom.node.worker.pace import Done, another_step, may_go_on, reservations
+from peerloom.node.worker.pace import Done, another_step, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tasks.common import NonFiniteLoss, library_versions
 from peerloom.node.worker.tasks.gasloc_built import BuiltGasloc
@@ -97,9 +97,14 @@ class GaslocTask(BuiltGasloc):
         started = self._clock()
         self._seed(self._dropout_seed(first))
         losses: list[Tensor] = []
-        while another_step(len(losses), self._clock() - started, spec, fragment, linger_s, before):
-            if not may_go_on(len(losses), self._clock() - started, spec):
-                started += self._until_finished(wait)
+        under_way = self.exchanging
+        while True:
+            if under_way and not (self.exchanging and self._beneath.goes_on(len(losses), self._clock() - started)):
+                started += self._land(len(losses), self._clock() - started, wait)
+                under_way = False
+            more = another_step(len(losses), self._clock() - started, spec, fragment, linger_s, before)
+            if not (more or (under_way and spec.round_s)):
+                break
             if first + len(losses) == self._cursor.next:
                 self._cursor.reserve(next(sizes))
             losses.append(self._step(first + len(losses)))
@@ -109,7 +114,8 @@ class GaslocTask(BuiltGasloc):
             if interrupted():
                 break
         self._cursor.give_back(first + len(losses))
-        started += self._until_finished(wait)
+        if under_way:
+            started += self._land(len(losses), self._clock() - started, wait)
         seconds = self._clock() - started
         self._last_batches, self._done = len(losses), before.plus(len(losses), seconds)
         told = torch.stack(losses) if losses else torch.zeros(1)
@@ -124,8 +130,9 @@ class GaslocTask(BuiltGasloc):
             train_loss=float(told.mean()),
         )
 
-    def _until_finished(self, wait: Callable[[], None]) -> float:
-        """Waits for the end of the exchange under way, if there is one; returns the seconds it took."""
+    def _land(self, done: int, elapsed_s: float, wait: Callable[[], None]) -> float:
+        """Waits for the exchange that so many steps ran beneath, if it is not over yet; returns the seconds it took."""
+        self._beneath.over(done, elapsed_s)
         since = self._clock()
         while self.exchanging:
             wait()
@@ -203,7 +210,11 @@ class GaslocTask(BuiltGasloc):
         due = at.round % self._spec.train.eval_every_rounds == 0
         at.held_out_loss = self._evaluate() if due else None
         return RoundFinished(
-            round=at.round, held_out_loss=at.held_out_loss, sketch=self._sketch(), **mixed._asdict()
+            round=at.round,
+            held_out_loss=at.held_out_loss,
+            sketch=self._sketch(),
+            beneath_s=self._beneath.finished(),
+            **mixed._asdict(),
         )
 
     def adopt(self, round: int, step: int) -> RoundFinished:

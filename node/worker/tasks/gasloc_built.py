@@ -18,7 +18,7 @@ from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import Inner, InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import build_model, init_digest, layout_digest
-from peerloom.node.worker.pace import Done
+from peerloom.node.worker.pace import Beneath, Done
 from peerloom.node.worker.tasks.common import HELD_OUT, chosen_device
 from peerloom.node.worker.tokenizer import load_tokenizer
 from peerloom.optim.flat import FlatParameters, Layout
@@ -53,6 +53,7 @@ class BuiltGasloc:
         self._clock = clock
         self._last_batches = 0
         self._done = Done()  # in this round
+        self._beneath = Beneath(setup.spec.gasloc)
         self.phases: dict[str, float] = {}
         self._device = self._choose_device()
         since = clock()
