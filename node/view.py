@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 10.0  # records live 30 s: two renewals may be lost
 REFRESH_S = 5.0
+REFRESH_ALL_S = 15.0  # at most, where many records are to be read: ...
+MANY = 32  # ... from here on as many in a second
 LOOKOUT_S = 1.0  # while nobody is there to pair with
 PROMPT_S = 2.0  # a change of state is published at once, but not more often than this
 SPEC_RENEW_S = 3600.0
@@ -147,11 +149,15 @@ class SwarmView:
                 continue
 
     async def watch(self) -> None:
-        """Reads the others' records every REFRESH_S, or LOOKOUT_S while nobody may be paired with; until cancelled."""
+        """Reads the others' records every REFRESH_S, or LOOKOUT_S while nobody may be paired with; until cancelled.
+
+        Less often where there are more than MANY, up to REFRESH_ALL_S: each look brings them all.
+        """
         while True:
             await self.refresh()
             at_work = self.live() or (self._facts.stage_role == "hosts" and self._facts.state == "training")
-            await asyncio.sleep(REFRESH_S if at_work else LOOKOUT_S)
+            every_s = min(REFRESH_ALL_S, REFRESH_S * max(1.0, len(self._records) / MANY))
+            await asyncio.sleep(every_s if at_work else LOOKOUT_S)
 
     async def keep_spec(self) -> None:
         """Renews the run's spec, so that it outlives its owner; until cancelled."""

@@ -13,7 +13,7 @@ import torch
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.model import build_model
-from peerloom.node.worker.pace import RESERVE, Done, another_step, may_go_on, reservations
+from peerloom.node.worker.pace import BENEATH, RESERVE, SPARE, Beneath, Done, another_step, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.optim.robust import MedianClip
 from peerloom.optim.soap import SOAP
@@ -382,8 +382,42 @@ def test_overlap_keeps_the_steps_taken_meanwhile_and_waits_for_the_exchange(sour
         worker.train(3, never)
 
 
-def test_a_quarter_of_the_steps_may_run_beneath_an_exchange() -> None:
-    fixed, timed = GaslocSpec(local_steps=16), GaslocSpec(round_s=8.0)
-    assert [may_go_on(done, 99.0, fixed) for done in (0, 3, 4, 16)] == [True, True, False, False]
-    assert [may_go_on(done, at, timed) for done, at in ((0, 9.0), (5, 1.9), (5, 2.0))] == [True, True, False]
-    assert may_go_on(0, 0.0, GaslocSpec(local_steps=1)) and not may_go_on(1, 0.0, GaslocSpec(local_steps=1))
+@pytest.mark.parametrize("spec", [GaslocSpec(local_steps=16), GaslocSpec(round_s=16.0, local_steps=1)])
+def test_a_quarter_of_the_steps_may_run_beneath_exchanges_on_average(spec: GaslocSpec) -> None:
+    beneath = Beneath(spec)
+
+    def exchange(takes: int) -> int:
+        """The steps that ran beneath one that lasts so many of them, a second each."""
+        done = next(done for done in range(100) if done == takes or not beneath.goes_on(done, float(done)))
+        beneath.over(done, float(done))
+        return done
+
+    assert (BENEATH, SPARE) == (0.25, 1.5)
+    assert exchange(99) == 28  # what a new run has to spare, and the quarter
+    assert [exchange(99) for _ in range(3)] == [4, 4, 4]  # whose links are all slow waits for them
+    assert [exchange(2) for _ in range(8)] == [2] * 8
+    assert [exchange(99), exchange(99)] == [4 + 8 * 2, 4]
+    assert [exchange(0) for _ in range(20)] == [0] * 20
+    assert exchange(99) == 28
+
+
+def test_by_the_clock_steps_go_on_beneath_a_slow_exchange_past_the_round(source: Path, tmp_path: Path) -> None:
+    clock = Ticks(1.0)
+    timed = with_gasloc(tiny_spec(source), round_s=4.0, overlap=True)
+    worker = clock.slow(task(timed, tmp_path, clock=clock))
+    taken = 0
+
+    def over_after(steps: int) -> Callable[[], bool]:
+        def interrupted() -> bool:
+            nonlocal taken
+            taken += 1
+            if taken == steps:
+                assert worker.finish(mix=False).beneath_s == pytest.approx(steps - 1)
+            return False
+
+        return interrupted
+
+    assert worker.train(0, never).batches == 4
+    assert worker.train(1, over_after(6)).batches == 6
+    taken = 0
+    assert worker.train(2, over_after(2)).batches == 4

@@ -37,6 +37,16 @@ def test_another_partner_ends_the_streak_and_nobody_is_avoided_when_alone() -> N
     assert company.to_avoid({A, B}, 10.0) is None
 
 
+def test_who_was_slow_is_avoided_the_next_time() -> None:
+    company = Company(random.Random(1), 100.0)
+    company.met(A, slow=True)
+    assert company.to_avoid({A}, 10.0) is None
+    avoid = company.to_avoid({A, B}, 10.0)
+    assert avoid is not None and avoid[0] == A
+    company.met(B)
+    assert company.to_avoid({A, B}, 10.0) is None
+
+
 @pytest.mark.parametrize(("trained_s", "least", "most"), [(10.0, 3.0, 10.0), (1000.0, 3.0, 3.0)])
 def test_the_pause_is_a_share_of_the_round_and_bounded(trained_s: float, least: float, most: float) -> None:
     assert (LEAST_SHARE, MOST_SHARE) == (0.3, 1.0)
