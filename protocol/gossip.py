@@ -139,6 +139,8 @@ class GossipMachine(Moves):
             return
         if (parked := self._take_parked()) is not None:
             return self._accept(parked.exchange_id, parked.peer, parked.offer.round)
+        if self._comes_to_the_waiting():
+            return self._finish_alone("the others wait at another fragment")
         room = len(self._book.sent) < FANOUT
         taken = self._book.asked() | self._busy | self._excluded | {self._stale}
         if room and (fresh := [peer for peer in self._pairing.targets(self._place) if peer not in taken]):
@@ -150,6 +152,22 @@ class GossipMachine(Moves):
         elif not self._book.sent and self._stale is None:
             idle = self._pairing.idles(self._place)
             self._finish_alone(self._pairing.why_alone(self._place), "gossip_idle" if idle else "gossip_alone")
+
+    def _comes_to_the_waiting(self) -> bool:
+        """Whether to go on to another fragment, at which all that this node might meet wait for it.
+
+        At the rendezvous nothing else brings nodes to one fragment, and two that wait for each other at different ones
+        would do so for ever. Who has the shorter way goes, of two as far apart either way that of lower rank.
+        """
+        if self._spec.pairing != "rendezvous" or self._spec.fragments == 1:
+            return False
+        at = {parked.peer: parked.place.fragment for parked in self._book.parked.values()}
+        left = set(self._pairing.targets(self._place)) - self._excluded
+        if not left or not left <= at.keys():
+            return False
+        way, peer = min(((at[peer] - self._place.fragment) % self._spec.fragments, peer) for peer in left)
+        back = self._spec.fragments - way
+        return 0 < way < back or (way == back and self._precedes(peer))
 
     # --- peers' offers
 
@@ -167,7 +185,7 @@ class GossipMachine(Moves):
             return self._refuse(offer.exchange_id, refusal)
         if self._state == "training" or not self._pairing.due(place_of(offer), self._place):
             self._park(peer, offer, held=True)
-            return self._meet_the_waiting()
+            return self._advance() if self._state == "seeking" else self._meet_the_waiting()
         if self._state == "exchanging":
             return self._refuse(offer.exchange_id, "busy")
         if peer == self._stale:

@@ -68,8 +68,8 @@ class GaslocSpec(Table):
         if self.fragments > 1 and self.round_s and self.pairing == "rendezvous":
             yield Fault(
                 ("fragments", "round_s", "pairing"),
-                f"{self.fragments}: must be 1 with round_s and pairing = 'rendezvous', where nothing keeps nodes at one "
-                "and the same fragment; any other pairing does",
+                f"{self.fragments}: must be 1 with round_s and pairing = 'rendezvous', where nothing keeps nodes at "
+                "the same fragment; any other pairing does",
             )
         if self.overlap and (self.fragments > 1 or self.group_size > 2 or self.pairing not in ONE_PARTNER):
             yield Fault(

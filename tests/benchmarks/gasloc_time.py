@@ -55,7 +55,7 @@ _IN_BYTES = (
     (exchange, "LEAST_RATE"),
     (place, "CATCH_UP_RATE"),
 )
-FORM = "nodes by the clock, overlapped, seeking beneath local steps, late by a quarter on average"  # another makes stored runs new
+FORM = "nodes by the clock, overlapped, late by a quarter on average"  # another one makes the stored runs new ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,18 @@ def test_groups_of_four_in_four_fragments_take_their_exact_mean(pairing: str, al
             assert torch.equal(after[1], previous)
 
 
+@pytest.mark.parametrize("fragments", [2, 5])
+def test_two_nodes_half_a_round_apart_come_to_one_fragment(fragments: int) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(8)
+        await swarm.drain()
+
+    plan = Plan(count=2, spec=spec(fragments=fragments), start_s=lambda index: 1.1 * index)
+    swarm = play(plan, scenario)
+    assert swarm.total("gossip_committed") >= 2 * 6 * fragments
+
+
 def test_by_the_clock_a_slow_node_comes_to_every_fragment_with_the_others() -> None:
     """Its steps take nearly half a round, with four fragments in it, and it meets all that the plan names."""
     run = spec(clip_radius=0.0, pairing="scheduled", group_size=4, fragments=4, round_s=2.0, gamma=0.3)

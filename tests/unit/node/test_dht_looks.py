@@ -23,7 +23,7 @@ def gaps(counts: list[int]) -> list[int]:
 def test_while_the_nearest_hold_everything_all_are_asked_seldom() -> None:
     counts = asked(Looks(), 100, {"a", "b"}, {"a", "b"})
     assert counts[0] == ALL and set(counts) == {FEW, ALL}
-    assert gaps(counts) == [OFTEN, 4 * OFTEN, SELDOM, SELDOM]
+    assert gaps(counts) == [OFTEN, 4 * OFTEN, SELDOM, SELDOM, SELDOM]
     assert Looks().ask(stored_here=True) == ALL
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from peerloom.node import discovery
+from peerloom.node import dht_member
 from peerloom.node.backoff import CAP_S
 from peerloom.node.dht_records import PEER_LIFE_S
 from peerloom.node.discovery import DhtDiscovery
@@ -328,7 +328,7 @@ async def test_a_lost_seed_is_dialled_for_ever_with_backoff_and_found_again(
     a, b = [await dht.join() for _ in range(2)]
     port = a.dht().port
     await a.discovery.stop()
-    monkeypatch.setattr(discovery, "TEND_S", 0.01)
+    monkeypatch.setattr(dht_member, "TEND_S", 0.01)
     stack = b.dht()._stack
     assert stack is not None
     greet, lost, connect = stack.greet, stack.lost, stack.daemon.connect
