@@ -123,5 +123,6 @@ def test_groups_of_four_stay_whole_whomever_their_members_leave_alone(
     assert final_loss(swarm, EARLIER, SOONER) <= 1.05 * clean_groups
     late = [line for m in swarm.members[:7] for line in m.rounds if EARLIER <= line["round"] < SOONER]
     met = [partner for line in late for partner in line["met"].split()]
-    assert met.count(swarm.members[LIAR].peer_id) <= 0.01 * len(met)
-    assert met.count("-") <= 1.2 * len(met) / 7  # whom the plan gives the liar, and no more
+    lied_to, alone = met.count(swarm.members[LIAR].peer_id), met.count("-")
+    assert lied_to <= 0.06 * len(met)  # again when it has been left alone for long enough
+    assert lied_to + alone <= 1.2 * len(met) / 7  # whom the plan gives the liar, and no more

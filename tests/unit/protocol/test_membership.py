@@ -163,3 +163,13 @@ def test_standings_of_strangers_are_dropped_in_the_end(membership: Membership) -
     assert len(membership._standings) == 100
     membership.update([], 20 * HALF_LIFE_S)
     assert not membership._standings
+
+
+def test_who_is_left_alone_is_seen_and_not_live(membership: Membership) -> None:
+    membership.update([record(A), record(B)], 0.0)
+    assert membership.seen(0.0) == membership.live(0.0)
+    assert membership.score(A, WORSE_STATE, 0.0)
+    assert membership.seen(0.0) == (PeerSeen(A, 0, left_alone=True), PeerSeen(B, 0))
+    assert membership.live(0.0) == (PeerSeen(B, 0),)
+    assert membership.update([record(A), record(B)], 0.0)  # the view of a moment ago had A in it
+    assert not membership.update([record(A), record(B)], 1.0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from peerloom.optim.topology import random_matching
 from peerloom.protocol.events import PeerSeen
 from peerloom.protocol.graphs import scheduled_matching
-from peerloom.protocol.pairing import Place, Rendezvous, rank
+from peerloom.protocol.pairing import Place, Planned, Rendezvous, rank
+from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import PeerId
 
 
@@ -89,3 +90,27 @@ def test_without_skew_rounds_are_the_same() -> None:
     pairing = Rendezvous(0)
     pairing.view = {PeerId("a"): PeerSeen(PeerId("a"), 5)}
     assert [pairing.fits(theirs, 5) for theirs in (4, 5, 6)] == [False, True, False]
+
+
+def test_a_plan_counts_whom_this_node_leaves_alone_and_passes_him_by() -> None:
+    spec, everybody = GaslocSpec(pairing="scheduled", group_size=4), [PeerId(name) for name in "abcdefgh"]
+    liar, places = everybody[3], [Place(0, 0, leg) for leg in range(4)]
+    met: dict[PeerId, list[PeerId | None]] = {}
+    for own in everybody[:3] + everybody[4:]:
+        pairing, trusting = (Planned(own, 7, spec) for _ in range(2))
+        others = [peer for peer in everybody if peer != own]
+        trusting.see(PeerSeen(peer, 0) for peer in others)
+        pairing.see(PeerSeen(peer, 0, left_alone=peer == liar) for peer in others)
+        assert pairing.refusal(liar, places[0], places[0], True) == "refused"
+        for place in places:
+            (planned,) = trusting.targets(place) or [None]
+            if planned == liar:
+                assert not pairing.targets(place) and "left alone" in pairing.why_alone(place)
+            met.setdefault(own, []).append(planned)
+            for each in (pairing, trusting):
+                each.met(place)
+            assert pairing.targets(place) == [planned] or planned == liar
+    assert sum(partners.count(liar) for partners in met.values()) == 4  # two of its group, there and back
+    rendezvous = Rendezvous(8)
+    rendezvous.see([PeerSeen(liar, 0, left_alone=True), PeerSeen(everybody[0], 0)])
+    assert rendezvous.targets(places[0]) == [everybody[0]]

@@ -77,7 +77,6 @@ def test_every_field_is_named_with_its_line(key: str) -> None:
         (GaslocSpec(eta=0.0), "above 0"),
         (GaslocSpec(clip_radius=0.5), "clip_radius = 0.5: must be 0 or at least 1"),
         (GaslocSpec(round_s=-1.0), "round_s = -1.0: must be a number from 0 to 86400"),
-        (GaslocSpec(round_s=3.0, fragments=2), "fragments = 2: must be 1 with round_s and pairing = 'rendezvous'"),
         (GaslocSpec(local_steps=3, fragments=4), "fragments = 4: must be at most local_steps, which is 3"),
         (TrainSpec(muon_learning_rate=0.0), "above 0"),
         (TrainSpec(rotation_freq=0), "an integer from 1"),
@@ -115,7 +114,7 @@ def test_what_is_allowed_at_the_edges() -> None:
     RunSpec(model=ModelSpec(vocab_size=100, path="hub/name")).check()
     GaslocSpec(alpha=1.99, eta=10, gamma=0, max_round_skew=0).check()
     GaslocSpec(alpha=1.92).check()
-    GaslocSpec(local_steps=3, fragments=4, round_s=3.0, pairing="scheduled").check()
+    GaslocSpec(local_steps=3, fragments=4, round_s=3.0).check()
     RunSpec(method="pipeline", gasloc=GaslocSpec(round_s=3.0)).check()
     TrainSpec(warmup_steps=0, total_steps=1, clip_norm=0, learning_rate=1).check()
 
