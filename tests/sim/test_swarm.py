@@ -72,6 +72,24 @@ def test_overlapped_exchanges_cost_little_time_and_train_as_well() -> None:
     assert share[1] < 0.75 * share[0]  # 0.54 and 0.62 were seen: it hangs on who met whom
 
 
+def test_overlapped_rounds_by_the_clock_seek_beneath_local_steps_and_outlive_a_kill() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_all()
+        await swarm.until_round(8)
+        await swarm.kill(1)
+        await swarm.until_round(12, 0, 2, 3, 4)
+        swarm.start(1)
+        await swarm.until_round(20)
+        await swarm.drain()
+
+    run = spec(overlap=True, round_s=2.0)
+    swarm = play(Plan(count=5, spec=run, step_s=stories.uneven, latency_s=0.1), scenario)
+    check_trained_together(swarm)
+    late = [line for member in swarm.members for line in member.rounds if line["round"] >= 2 and line["partner"]]
+    waited = sorted(line["exchange_s"] for line in late)
+    assert waited[len(waited) * 3 // 4] == 0.0  # the transfer, 0.5 s, is over before its quarter and what is spare
+
+
 def test_rounds_by_the_clock_train_on_until_a_partner_is_there() -> None:
     swarm = stories.rounds(6, round_s=3.0, match_timeout_s=10.0, max_round_skew=8)
     check_trained_together(swarm)

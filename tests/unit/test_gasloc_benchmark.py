@@ -256,12 +256,12 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gasloc_time, "held_out_loss", lambda stacked, params, windows: 1.0)
 
 
-def test_who_waits_for_a_slow_link_is_counted_as_idle(unseen: None) -> None:
+def test_who_meets_a_slow_link_trains_on_and_who_waits_is_counted_as_idle(unseen: None) -> None:
     even, slow, blocking = (
         run_in_time(timed(steps=240, delay=delay), 0, World(link=link), Still)
         for link, delay in ((1.0, 6), (10.0, 6), (1.0, 0))
     )
-    assert slow["utilization"] < even["utilization"] - 0.04 and even["utilization"] > 0.9
+    assert slow["utilization"] > even["utilization"] - 0.02 and even["utilization"] > 0.95
     # without overlap every exchange is waited for: a copy's time after each round at least
     assert blocking["utilization"] < 24 / (24 + COPY_TICKS) + 0.01
     assert slow["rounds"][0] < 6 and max(slow["rounds"][1:]) >= 8
