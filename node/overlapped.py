@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from peerloom.node.rounds import Rounds, met
 from peerloom.node.seams import RoundFinished, RoundTrained
@@ -118,7 +119,7 @@ class OverlappedRounds(Rounds):
         return await waiting.meeting
 
 
-async def _drop(*jobs: asyncio.Future[object] | asyncio.Future[effects.FinishRound] | None) -> None:
+async def _drop(*jobs: asyncio.Future[Any] | None) -> None:
     running = [job for job in jobs if job is not None]
     for job in running:
         job.cancel()
