@@ -221,7 +221,7 @@ def timed(**changes: Any) -> Setting:
 def test_what_is_timed_is_a_run_that_a_spec_can_express() -> None:
     spec = run_spec(timed(), 1).gasloc
     assert (spec.pairing, spec.fragments, spec.overlap, spec.round_s) == ("rendezvous", 1, True, 24.0)
-    with pytest.raises(SpecError, match="must be 1 with round_s"):
+    with pytest.raises(SpecError, match="must be false but with one partner and one fragment"):
         run_spec(timed(fragments=4), 1)
     with pytest.raises(SpecError, match="a pair diverges; must be below 1 with overlap"):
         run_spec(timed(momentum="post"), 1)
@@ -256,15 +256,17 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gasloc_time, "held_out_loss", lambda stacked, params, windows: 1.0)
 
 
-def test_who_meets_a_slow_link_trains_on_and_who_waits_is_counted_as_idle(unseen: None) -> None:
+def test_who_waits_for_a_slow_link_is_counted_as_idle(unseen: None) -> None:
     even, slow, blocking = (
         run_in_time(timed(steps=240, delay=delay), 0, World(link=link), Still)
         for link, delay in ((1.0, 6), (10.0, 6), (1.0, 0))
     )
-    assert slow["utilization"] > even["utilization"] - 0.02 and even["utilization"] > 0.95
+    assert even["utilization"] > 0.95
+    # one meeting in three is slow: more than what may run beneath exchanges has to spare
+    assert even["utilization"] - 0.15 < slow["utilization"] < even["utilization"] - 0.04
     # without overlap every exchange is waited for: a copy's time after each round at least
     assert blocking["utilization"] < 24 / (24 + COPY_TICKS) + 0.01
-    assert slow["rounds"][0] < 6 and max(slow["rounds"][1:]) >= 8
+    assert slow["rounds"][0] < min(slow["rounds"][1:]) and max(slow["rounds"]) < 10, slow
 
 
 def test_a_slow_machine_takes_fewer_steps_a_round_and_holds_nobody(unseen: None) -> None:
