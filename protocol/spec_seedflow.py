@@ -21,6 +21,9 @@ NORMAL_LIMIT = 1107  # the largest number of a small tensor's direction, in unit
 class SeedflowSpec(Table):
     """SeedFlow (SeedFlood with SubCGE): a scalar a local step, flooded to all."""
 
+    version: int = number(
+        2, 2, 2, "of what a message means; 1, in which vectors moved along a matrix's diagonal, is run no more"
+    )
     rank: int = number(32, 1, 1024, "r: columns of a matrix's shared factors U and V")
     period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")
     eps: float = number(1e-3, 0, 10, "the two points are theta + eps z and theta - eps z", open_low=True)
