@@ -1,9 +1,10 @@
 """Fetches the base model from the peers that train on it, where this machine cannot have it otherwise.
 
 The digest is the run's `model.digest`, or without one that which most trainers announce, and nothing opens the weights
-before they come to it. Configuration and tokenizer, which no digest covers, are taken as most of those trainers have them. A donor is scored when what it
-sent is proven wrong: weights of another digest, or files that make no model. Other faults count only once the digest is
-reached: until then the configuration that a donor is held to may itself be the lie.
+before they come to it. Configuration and tokenizer, which no digest covers, are taken as most of those trainers have
+them. A donor is scored when what it sent is proven wrong: weights of another digest, or files that make no model. Other
+faults count only once the digest is reached: until then the configuration that a donor is held to may itself be the
+lie.
 """
 
 from __future__ import annotations

@@ -39,17 +39,18 @@ class SubCGE:
     """The parameters of `model` whose name `trainable` finds, as a function of the set of messages applied.
 
     W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
-    `period` steps, for a matrix, and an iid Gaussian of the message's own for a tensor of at most one dimension. `lr` is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on
-    nodes that come and go: n is fixed for a run here, whoever is there, or the state would hang on who knew of whom
-    when a message came. It is silent on schedules and momentum as well: a message's weight is constant and there is no
-    momentum; a schedule is in the scalar, by `share` of `estimate`, so that who applies it need not know the sender's
-    step. `eps` is the two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors
-    at step 0 by name, of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to
-    write to, by default made when the first period ends. Both may be memory-mapped: each is read or written a piece at
-    a time. 16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every
-    direction is added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight
-    the model reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes'
-    steps differ works on several at once.
+    `period` steps, for a matrix, and an iid Gaussian of the message's own for a tensor of at most one dimension. `lr`
+    is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on nodes that come and go:
+    n is fixed for a run here, whoever is there, or the state would hang on who knew of whom when a message came. It is
+    silent on schedules and momentum as well: a message's weight is constant and there is no momentum; a schedule is in
+    the scalar, by `share` of `estimate`, so that who applies it need not know the sender's step. `eps` is the two-point
+    estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors at step 0 by name, of any
+    float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to write to, by default made
+    when the first period ends. Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters
+    are rounded from the float32 sum, never from themselves. With `hooks=False` every direction is added to the weights
+    themselves and restored from a copy; needed for a Linear or Embedding whose weight the model reads without calling
+    the module. `cached` is for how many periods factors are kept: a swarm whose nodes' steps differ works on several at
+    once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """

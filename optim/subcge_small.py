@@ -56,8 +56,9 @@ class SmallTensors:
             keys = self._keys[start : start + _CHUNK]
             rows = max(1, min(_ROWS, _CHUNK // len(keys)))
             part = total[4 * start : 4 * (start + len(keys))]
-            for some, their in zip(seeds.split(rows), weights.split(rows), strict=True):
-                part.add_((their @ _numbers(mix(some.unsqueeze(1) ^ keys))).long())
+            for first in range(0, len(seeds), rows):
+                bits = mix(seeds[first : first + rows].unsqueeze(1) ^ keys)
+                part.add_((weights[first : first + rows] @ _numbers(bits)).long())
         return self._elements(total)
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -82,6 +83,6 @@ def _numbers(bits: Tensor) -> Tensor:
     """(messages, 4 groups) float64 of (messages, groups) int64 hashes; of each hash the low bits first."""
     fields = bits.view(torch.int16)
     if sys.byteorder == "big":
-        fields = fields.unflatten(1, (-1, 4)).flip(2).flatten(1)
+        fields = fields.view(len(bits), -1, 4).flip(2).view(len(bits), -1)
     places = fields.to(torch.int32).bitwise_and_(_INTERVALS - 1)
     return table().index_select(0, places.flatten()).view(fields.shape)

@@ -124,8 +124,7 @@ class ExactState:
         return total.digest()
 
     def export(self) -> dict[str, Tensor]:
-        """What a late joiner needs, all int64: `periods` and `counts`, (n,), `sums`, (n, matrices, rank, rank), `small`.
-        """
+        """What a late joiner needs, in int64: `periods`, `counts` (n,), `sums` (n, matrices, rank, rank), `small`."""
         order = sorted(self.counts)
         sums = [self.sums[period] for period in order]
         return {
@@ -148,7 +147,7 @@ class ExactState:
             raise ValueError(f"the state's small must be of shape {tuple(self.small.shape)}, not {tuple(small.shape)}")
         messages = sum(counts.tolist())
         if (periods < 0).any() or (periods.diff() <= 0).any() or (counts < 1).any() or messages > self.capacity:
-            raise ValueError("the state's periods must ascend from 0, and their counts be from 1 to the capacity in sum")
+            raise ValueError("the state's periods must ascend from 0, their counts be above 0 and within the capacity")
         limit, most = (counts * self.bound).view(-1, 1, 1, 1), messages * self.bound * NORMAL_LIMIT
         if (sums > limit).any() or (sums < -limit).any() or (small > most).any() or (small < -most).any():
             raise ValueError("the state's sums are larger than its counts of messages allow")

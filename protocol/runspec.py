@@ -36,8 +36,8 @@ class ModelSpec(Table):
     path: str = text("", "a local folder or hub name to load instead of building from the sizes below", empty=True)
     digest: str = text(
         "",
-        "BLAKE3 of the parameters at path, as `peer run check --base` prints it: a node that has others there stops, and "
-        "one\nthat fetches them takes no others; empty: it takes those that most trainers announce. Not for pipelines",
+        "BLAKE3 of the parameters at path, as `peer run check --base` prints it: a node that has others there stops,\n"
+        "one that fetches them takes no others; empty: it takes those that most trainers announce. Not for pipelines",
         empty=True,
     )
     vocab_size: int = number(256, 2, 2**20, "tokens")

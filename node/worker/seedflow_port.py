@@ -22,7 +22,9 @@ class SeedflowProcess(WorkerCalls):
         self._steps = 0
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
-        """As the seam says; also raises DataError, SpecError, ConfigError, StorageError, RunMismatch. Safe after BaseMissing.
+        """As the seam says; also raises DataError, SpecError, ConfigError, StorageError or RunMismatch.
+
+        Safe after BaseMissing.
         """
         started = await self._begin(setup, progress)
         if not isinstance(started.ready, SeedflowReady):

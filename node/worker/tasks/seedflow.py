@@ -34,7 +34,7 @@ from peerloom.protocol.flood_messages import Batch
 class SeedflowTask:
     """A node's fine-tuning, driven command by command; `phases` holds the seconds of each phase of building it.
 
-    Raises DataError, SpecError, ConfigError (device), StorageError, or RunMismatch for a base that the run does not name.
+    Raises DataError, SpecError, ConfigError (device), StorageError, or RunMismatch: the run names another base.
     """
 
     layout: BlockLayout | None = None

@@ -144,7 +144,8 @@ def test_no_sum_can_overflow() -> None:
     with pytest.raises(OverflowError, match="the run has taken"):
         node.apply([Message(0, 1, PERIOD, 5)])
     assert node.state_hash() == before
-    node.load_state(full | {"counts": torch.tensor([capacity - 1]), "sums": full["sums"] // 2, "small": full["small"] // 2})
+    half = {"counts": torch.tensor([capacity - 1]), "sums": full["sums"] // 2, "small": full["small"] // 2}
+    node.load_state(full | half)
     node.apply([Message(0, 1, PERIOD, 5)])
     with pytest.raises(OverflowError, match="the run has taken"):
         node.apply([Message(0, 2, PERIOD, 5)])
