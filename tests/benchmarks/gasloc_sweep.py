@@ -66,13 +66,14 @@ LOCAL_STEPS = (
     outer(diloco(16), OUTER),
     outer(groups(16), OUTER),
     outer(diloco(16, fragments=4), OUTER),
+    outer(groups(16, group=8), OUTER),
     outer(groups(24), OUTER),
     outer(ONE_PEER, OUTER),
     rates(Setting(label="gossip 1-peer H=16", partners="1peer")),
     outer(NOLOCO, ((1.0, 0.3), (1.0, 0.5), (0.7, 0.5))),
     outer(diloco(28, fragments=4), OUTER),
-    outer(groups(14), OUTER),  # the most often that they can meet within DiLoCo's bytes
-    outer(groups(16, group=8), OUTER),
+    outer(groups(28, group=8), OUTER),
+    outer(groups(14), OUTER),  # the most often that fours can meet within DiLoCo's bytes
     outer(groups(16, fragments=1), OUTER),
 )
 EVERY_STEP = (
