@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peerloom.node.worker.cuts import stage_layers
 from peerloom.node.worker.model import model_config
+from peerloom.node.worker.stage_costs import Sizes, stage_layers
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import RunSpec
 
@@ -110,15 +110,7 @@ def _on_meta(spec: RunSpec, config: Any, stage: int) -> StageModel:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     config.tie_word_embeddings = tied
-    layer = sum(parameter.numel() for parameter in whole.model.layers[0].parameters())
-    spans = stage_layers(
-        pipeline,
-        layers=len(whole.model.layers),
-        hidden=config.hidden_size,
-        layer_parameters=layer,
-        vocabulary=config.vocab_size,
-        length=spec.data.sequence_length,
-    )
+    spans = stage_layers(spec, Sizes.of(whole))
     return StageModel(whole, spans[stage], first=stage == 0, last=stage == pipeline.stages - 1, tied=tied)
 
 

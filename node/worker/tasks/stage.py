@@ -26,19 +26,18 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import init_digest, layout_digest
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_memory import stage_memory
 from peerloom.node.worker.stage_model import build_stage
 from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
-from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.replicas import replica_spec
-from peerloom.protocol.runspec import RunSpec, TrainSpec
 
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
@@ -372,14 +371,6 @@ class StageTask:
             size = (self._spec.train.batch_size, self._spec.data.sequence_length)
             self._lanes[lane] = Batches(self._shards.train, self._spec.seed, lane_name(lane), *size)
         return self._lanes[lane]
-
-
-def stage_train(spec: RunSpec, stage: int) -> TrainSpec:
-    """The inner optimizer of a stage: of the refreshes of rotated bases, the more delayed stages get more."""
-    if spec.pipeline.lag(0) == 0:
-        return spec.train
-    freq = stage_frequencies(spec.pipeline.stages, spec.train.rotation_freq)[stage]
-    return replace(spec.train, rotation_freq=freq)
 
 
 def lane_name(lane: int) -> str:

@@ -15,10 +15,11 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import PAGE
 from peerloom.node.worker.model import model_config
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_memory import stage_memory
 from peerloom.node.worker.stage_model import build_stage, stage_outline
 from peerloom.node.worker.tasks.common import NonFiniteLoss
-from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask, stage_train
+from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.protocol.errors import ConfigError, SpecError
 from peerloom.protocol.ledger import Microbatch
