@@ -111,7 +111,7 @@ class RotatedStack:
 
     def check(self) -> None:
         """Raises NonFiniteGradient for a gradient whose squares, summed over the matrix, overflow."""
-        norms = torch._foreach_norm(self._gradients(), 2, dtype=self._dtype)  # the largest element takes 20 times as long
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=self._dtype)  # the largest number is found far slower
         if not float(torch.stack(norms).max()) <= math.sqrt(torch.finfo(self._dtype).max):  # NaN is refused too
             raise no_basis(self._shape)
 
