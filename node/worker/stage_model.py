@@ -34,14 +34,15 @@ Source = Callable[[str, Tensor], None]  # fills the tensor of a parameter's name
 
 
 class StageModel(nn.Module):
-    """Layers `span` of the model: token ids (batch, length) or hidden states (batch, length, width) in.
+    """A stage of the model, whose layers are cut into `spans`.
 
-    Hidden states out, from the last stage logits.
+    Token ids (batch, length) or hidden states (batch, length, width) in; hidden states out, from the last stage logits.
     """
 
-    def __init__(self, whole: Any, span: range, *, first: bool, last: bool, tied: bool) -> None:
+    def __init__(self, whole: Any, spans: list[range], stage: int, *, tied: bool) -> None:
         super().__init__()
-        self.span, self.first, self.last = span, first, last
+        span, first, last = spans[stage], stage == 0, stage == len(spans) - 1
+        self.spans, self.span, self.first, self.last = spans, span, first, last
         self.config = whole.config
         self.architecture = type(whole).__name__
         self.model = whole.model
@@ -111,7 +112,7 @@ def _on_meta(spec: RunSpec, config: Any, stage: int) -> StageModel:
         whole = AutoModelForCausalLM.from_config(config)
     config.tie_word_embeddings = tied
     spans = stage_layers(spec, Sizes.of(whole))
-    return StageModel(whole, spans[stage], first=stage == 0, last=stage == pipeline.stages - 1, tied=tied)
+    return StageModel(whole, spans, stage, tied=tied)
 
 
 def whole_config(spec: RunSpec) -> Any:

@@ -5,6 +5,7 @@ Activations and gradients come in the inbox and leave in the outbox, one at a ti
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from peerloom.protocol.replicas import replica_spec
 
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
-HALF = 32  # hex digits of the init digest that theta_0 fills; the text's digest fills the rest, where there is one
+QUARTER = 16  # hex digits of the init digest for theta_0, as many for the cut of all stages, and twice for the text
 
 
 
@@ -76,7 +77,8 @@ class StageTask:
         self._model = build_stage(spec, setup.stage).to(self._device)
         self._flat = FlatParameters(self._model.named_in_whole())
         self._width = self._model.config.hidden_size
-        self._init_digest, self._layout = init_digest(self._flat.flat)[:HALF], layout_digest(self._flat.layout())
+        self._init_digest = init_digest(self._flat.flat)[:QUARTER] + cut_digest(self._model.spans)[:QUARTER]
+        self._layout = layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, stage_train(spec, setup.stage))
         began = self._phase("model", began)
         self._open_data(progress)
@@ -135,7 +137,7 @@ class StageTask:
             )
         self._shards = prepare(data, tokenizer, self._setup.cache_dir, progress)
         check_enough(self._shards, data, train.batch_size)
-        self._init_digest += content_digest(data, tokenizer, self._setup.cache_dir)[:HALF]
+        self._init_digest += content_digest(data, tokenizer, self._setup.cache_dir)[: 2 * QUARTER]
         size = (train.batch_size, data.sequence_length)
         self._held_out = Batches(self._shards.held_out, self._spec.seed, HELD_OUT, *size)
 
@@ -371,6 +373,11 @@ class StageTask:
             size = (self._spec.train.batch_size, self._spec.data.sequence_length)
             self._lanes[lane] = Batches(self._shards.train, self._spec.seed, lane_name(lane), *size)
         return self._lanes[lane]
+
+
+def cut_digest(spans: list[range]) -> str:
+    """Of where each stage begins, hex: another version may cut by other costs."""
+    return hashlib.sha256(" ".join(str(span.start) for span in spans).encode()).hexdigest()
 
 
 def lane_name(lane: int) -> str:
