@@ -67,11 +67,11 @@ def lifeline_of(ranks: Sequence[int], timeout: timedelta) -> Lifeline:
 def sever(group: dist.ProcessGroup) -> None:
     """Closes the connections of a gloo group, so that whoever waits in it fails at once."""
     nothing = torch.empty(1)
-    for peer in range(dist.get_world_size(group)):
-        if peer == dist.get_rank(group):
+    for peer in range(group.size()):
+        if peer == group.rank():
             continue
         try:
-            word: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_NEVER_SENT)
+            word: Any = group.recv([nothing], peer, _NEVER_SENT)
             word.wait(_AT_ONCE)  # what runs into a time-out closes all connections of its group
         except RuntimeError:
             continue

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
-from peerloom.optim.matrix_fsdp.layout import Extent, UnitLayout
+from peerloom.optim.matrix_fsdp.layout import Extent, Parcel
 from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
 
 FanOut = Literal["p2p", "broadcast"]
@@ -60,8 +60,8 @@ class Links:
     """The links of one shard group; ranks are ranks in the group, but those that errors name: as `ranks` has them.
 
     Everything is point to point, where every byte is counted; with `fan_out="broadcast"` segments travel in one
-    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `timeout`, which
-    may be changed, bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the
+    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `downward` is what
+    carries bytes to lower ranks, where it is not `group` (`twins`). `timeout`, which may be changed, bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the
     group's.
     """
 
@@ -70,7 +70,7 @@ class Links:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
-        self.group = group
+        self.group = self.downward = group
         self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
@@ -111,18 +111,22 @@ class Links:
                     self.traffic.gather_received += part.nbytes
         return self._start(ops, what)
 
-    def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Sequence[Tensor], tag: int, what: str) -> Pending:
-        """Sends each extent of `full` to its owner; `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ..."""
+    def fan_in(
+        self, parcels: Sequence[Parcel], parts: Sequence[Tensor], inbox: Sequence[Tensor], tag: int, what: str
+    ) -> Pending:
+        """Sends each of `parts`, the content of a parcel, to its owner.
+
+        `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ...
+        """
         ops: list[_Op] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            for at, extent in enumerate(layout.extents):
-                if extent.owner == to:
-                    part = full[extent.full_start : extent.full_start + extent.numel]
+            for at, (parcel, part) in enumerate(zip(parcels, parts, strict=True)):
+                if parcel.owner == to:
                     ops.append(_Op("send", part, to, tag + at))
                     self.traffic.reduce_sent += part.nbytes
-                elif extent.owner == self.rank:
-                    place = inbox[distance - 1][extent.owned_start : extent.owned_start + extent.numel]
+                elif parcel.owner == self.rank:
+                    place = inbox[distance - 1][parcel.owned_start : parcel.owned_start + parcel.numel]
                     ops.append(_Op("recv", place, source, tag + at))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)
@@ -178,13 +182,19 @@ class Links:
         self.traffic.messages += 1
         return dist.broadcast(part, group=self.group, async_op=True, group_src=extent.owner)
 
+    def _begin(self, op: _Op) -> Any:
+        """Past torch.distributed's functions, whose checks take longer than a small transfer."""
+        if op.kind == "send":
+            return (self.group if op.peer > self.rank else self.downward).send([op.part], op.peer, op.tag)
+        return (self.group if op.peer < self.rank else self.downward).recv([op.part], op.peer, op.tag)
+
     def _start(self, ops: list[_Op], what: str) -> Pending:
         if not ops:
             return Pending(self, what, [])
         self.traffic.messages += len(ops)
         ops.sort(key=_receives_first)  # what is awaited is sent without asking
         try:
-            works = [op.begin(self.group) for op in ops] if self.on_gloo else _begin_as_one(ops, self.group)
+            works = [self._begin(op) for op in ops] if self.on_gloo else _begin_as_one(ops, self.group)
         except RuntimeError as error:
             raise self.loss(sorted({op.peer for op in ops}), what, error) from error
         if len(works) == len(ops):
@@ -200,10 +210,6 @@ class _Op:
     part: Tensor
     peer: int
     tag: int
-
-    def begin(self, group: dist.ProcessGroup) -> Any:
-        """Past torch.distributed's functions, whose checks take longer than a small transfer."""
-        return (group.send if self.kind == "send" else group.recv)([self.part], self.peer, self.tag)
 
 
 def _receives_first(op: _Op) -> bool:

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from peerloom.optim.matrix_fsdp.agreement import agree
 from peerloom.optim.matrix_fsdp.links import Links, Traffic
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
-from peerloom.optim.matrix_fsdp.spares import Spares
 from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
 from peerloom.optim.matrix_fsdp.unit import Unit
 
@@ -45,13 +44,13 @@ class ShardedModel:
     """A model whose parameters rest on their owners; call the model itself, as before."""
 
     def __init__(
-        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], spares: Spares, *,
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], *,
         reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
     ) -> None:  # fmt: skip
         self.model, self.plan, self.units, self.links = model, plan, units, groups[0]
         self.replica_rank = groups[1].rank if len(groups) > 1 else 0
         self.outer = outer  # embeddings and head: AdamW's
-        self._groups, self._spares = groups, spares
+        self._groups = groups
         self._reshard, self._mp = reshard_after_forward, mp
         self._in_backward = False
         self._sync = True
@@ -156,7 +155,6 @@ class ShardedModel:
             unit.close()
             if self._in_backward:
                 unit.drop_gradients()
-        self._spares.clear()
         self._in_backward, self._reducing = False, []
 
     # ---- backward
@@ -214,7 +212,6 @@ class ShardedModel:
                     self._reduce(unit)
             while self._reducing:
                 self._reducing.pop(0).finish_reduce()
-        self._spares.clear()
         for unit in self.units:
             unit.close()
 
