@@ -61,8 +61,8 @@ class Links:
 
     Everything is point to point, where every byte is counted; with `fan_out="broadcast"` segments travel in one
     broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `downward` is what
-    carries bytes to lower ranks, where it is not `group` (`twins`). `timeout`, which may be changed, bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the
-    group's.
+    carries bytes to lower ranks, where it is not `group` (`twins`). `timeout`, which may be changed,
+    bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp.agreement import agree
 from peerloom.optim.matrix_fsdp.links import Links, Traffic
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
 from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
@@ -44,13 +43,11 @@ class ShardedModel:
     """A model whose parameters rest on their owners; call the model itself, as before."""
 
     def __init__(
-        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], *,
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], links: Links, *,
         reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
     ) -> None:  # fmt: skip
-        self.model, self.plan, self.units, self.links = model, plan, units, groups[0]
-        self.replica_rank = groups[1].rank if len(groups) > 1 else 0
+        self.model, self.plan, self.units, self.links = model, plan, units, links
         self.outer = outer  # embeddings and head: AdamW's
-        self._groups = groups
         self._reshard, self._mp = reshard_after_forward, mp
         self._in_backward = False
         self._sync = True
@@ -86,10 +83,6 @@ class ShardedModel:
             for unit in self.units
             for name, piece in unit.pieces.items()
         ]
-
-    def tell(self, problem: str = "") -> None:
-        """Waits until all ranks have come here; raises ShardingError on all when one brings a problem. RankLost."""
-        agree(self._groups, self.device, {}, problem)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ def matrix_fully_shard(
     ]
     _move_buffers(model, device)
     return ShardedModel(
-        model, plan, made, groups, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+        model, plan, made, groups[0], reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
     )
 
 
