@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from peerloom.optim.matrix_fsdp.planner import Piece, UnitPlan
 
-ALONE_FROM = 1 << 13  # elements, from which copying a piece takes longer than one more message
+ALONE_FROM = 1 << 17  # elements, half a MiB of fp32: below it one more message takes longer than a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

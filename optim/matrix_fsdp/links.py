@@ -38,16 +38,23 @@ class Traffic:
 
 
 class Pending:
-    """Transfers under way, each with the rank at its other end, None for a collective's."""
+    """Transfers under way, each with the rank at its other end, None for a collective's; the first `incoming` bring."""
 
-    def __init__(self, links: Links, what: str, works: list[tuple[int | None, Any]]) -> None:
+    def __init__(self, links: Links, what: str, works: list[tuple[int | None, Any]], incoming: int = 0) -> None:
         self._links = links
         self._what = what
-        self._works = works
+        self._works, self._incoming = works, incoming
 
     def wait(self) -> None:
         """Returns when all are done; raises RankLost, naming who does not answer any more."""
-        works, self._works = self._works, []
+        self._wait(len(self._works))
+
+    def wait_for_incoming(self) -> None:
+        """Returns when all is here that others send, though they may not have what is sent to them; as `wait`."""
+        self._wait(self._incoming)
+
+    def _wait(self, count: int) -> None:
+        works, self._works, self._incoming = self._works[:count], self._works[count:], 0
         deadline = self._links.deadline()
         for peer, work in works:
             try:
@@ -169,7 +176,8 @@ class Links:
     def begun(self, what: str, collectives: Callable[[], list[Any]]) -> Pending:
         """What `collectives` starts; raises RankLost."""
         try:
-            return Pending(self, what, [(None, work) for work in collectives()])
+            works: list[tuple[int | None, Any]] = [(None, work) for work in collectives()]
+            return Pending(self, what, works, len(works))
         except RuntimeError as error:
             raise self.loss([], what, error) from error
 
@@ -198,8 +206,9 @@ class Links:
         except RuntimeError as error:
             raise self.loss(sorted({op.peer for op in ops}), what, error) from error
         if len(works) == len(ops):
-            return Pending(self, what, [(op.peer, work) for op, work in zip(ops, works, strict=True)])
-        return Pending(self, what, [(None, work) for work in works])  # NCCL: one for the whole batch
+            incoming = sum(op.kind == "recv" for op in ops)
+            return Pending(self, what, [(op.peer, work) for op, work in zip(ops, works, strict=True)], incoming)
+        return Pending(self, what, [(None, work) for work in works], len(works))  # NCCL: one for the whole batch
 
 
 @dataclass(slots=True)

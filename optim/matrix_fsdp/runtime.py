@@ -130,17 +130,18 @@ class ShardedModel:
         return hook
 
     def _open(self, index: int, towards: int) -> None:
-        """Opens a unit and starts to gather the one that comes after it, or all where all are to stay open."""
-        self.units[index].open()
-        if index == 0 and towards > 0 and not self._reshard and torch.is_grad_enabled():
-            for unit in self.units:
-                unit.start_open()
-            return
+        """Opens a unit; before that starts to gather the one that comes after it, or all where all are to stay open."""
+        unit = self.units[index]
+        unit.start_open()
         following = index + towards
         if towards < 0 and index == 0:
             following = len(self.units) - 1
-        if 0 <= following < len(self.units) and following != index and not (towards < 0 and following == 0):
+        if index == 0 and towards > 0 and not self._reshard and torch.is_grad_enabled():
+            for each in self.units:
+                each.start_open()
+        elif 0 <= following < len(self.units) and following != index and not (towards < 0 and following == 0):
             self.units[following].start_open()
+        unit.open()
 
     def _reset(self) -> None:
         """Closes what an unfinished pass left open: its values may be old by now, its gradients are not whole."""

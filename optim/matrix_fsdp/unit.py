@@ -100,13 +100,12 @@ class Unit:
         """Puts the whole parameters in their modules. Raises RankLost."""
         self.start_open()
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+            self._gathering.wait_for_incoming()
         self._install(self.whole)
 
     def close(self) -> None:
-        """Puts the own pieces back in the modules and frees the full buffer."""
-        if self._gathering is not None:  # prefetched and not used: still under way
+        """Puts the own pieces back in the modules and frees the full buffer. Raises RankLost."""
+        if self._gathering is not None:  # others may be behind, or this one was prefetched and not used
             self._gathering.wait()
             self._gathering = None
         self._install(self.sharded)
@@ -129,6 +128,7 @@ class Unit:
         for name in self.trainable - self._gradients.keys():
             self._gradients[name] = torch.zeros_like(self.whole[name], dtype=self._dtypes.reduce)
         self._parts = [self._part(parcel) for parcel in self._parcels]
+        self._gradients = {}
         mine = self.grad_layout.owned_numel[self._links.rank]
         self._inbox = [flat(mine, self._dtypes.reduce, self.device) for _ in range(self._links.world_size - 1)]
         self._reducing = self._links.fan_in(
@@ -226,8 +226,11 @@ class Unit:
         """Its content, flat: of a single piece without a copy."""
         parts = []
         for piece in parcel.pieces:
+            gradient = self._gradients[piece.name]
             begin = piece.first_row * numel(piece.shape[1:])
-            parts.append(self._gradients[piece.name].reshape(-1)[begin : begin + piece.numel])
+            parts.append(gradient.reshape(-1)[begin : begin + piece.numel])
+            if piece.numel == gradient.numel():
+                del self._gradients[piece.name]  # no more than a parcel is there twice
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sum_in_rank_order(self, by: int) -> Tensor:
