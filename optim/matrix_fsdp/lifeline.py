@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 
-_TAG, _NEVER_SENT = 1, 2
+_TAG, _NEVER_SENT = 1, (8, 9)  # an even and an odd tag: see `Wires`
 _AT_ONCE = timedelta(milliseconds=1)
 _lifelines: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lifeline]] = WeakKeyDictionary()
 
@@ -70,8 +70,9 @@ def sever(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer == group.rank():
             continue
-        try:
-            word: Any = group.recv([nothing], peer, _NEVER_SENT)
-            word.wait(_AT_ONCE)  # what runs into a time-out closes all connections of its group
-        except RuntimeError:
-            continue
+        for tag in _NEVER_SENT:
+            try:
+                word: Any = group.recv([nothing], peer, tag)
+                word.wait(_AT_ONCE)  # what runs into a time-out closes all connections of its kind
+            except RuntimeError:
+                continue

@@ -15,6 +15,7 @@ from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
 from peerloom.optim.matrix_fsdp.layout import Extent, Parcel
 from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
+from peerloom.optim.matrix_fsdp.wires import Wires
 
 FanOut = Literal["p2p", "broadcast"]
 FAN_OUTS: dict[str, FanOut] = {"gloo": "p2p", "nccl": "p2p"}
@@ -67,9 +68,9 @@ class Links:
     """The links of one shard group; ranks are ranks in the group, but those that errors name: as `ranks` has them.
 
     Everything is point to point, where every byte is counted; with `fan_out="broadcast"` segments travel in one
-    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `downward` is what
-    carries bytes to lower ranks, where it is not `group` (`twins`). `timeout`, which may be changed,
-    bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the group's.
+    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `wires`, once there
+    are any, carry what goes from point to point. `timeout`, which may be changed, bounds each wait on gloo, to the
+    sentence that names who is lost; NCCL's own watchdog applies the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:
@@ -77,7 +78,8 @@ class Links:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
-        self.group = self.downward = group
+        self.group = group
+        self.wires: Wires | None = None
         self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
@@ -192,9 +194,9 @@ class Links:
 
     def _begin(self, op: _Op) -> Any:
         """Past torch.distributed's functions, whose checks take longer than a small transfer."""
-        if op.kind == "send":
-            return (self.group if op.peer > self.rank else self.downward).send([op.part], op.peer, op.tag)
-        return (self.group if op.peer < self.rank else self.downward).recv([op.part], op.peer, op.tag)
+        if self.wires is not None:
+            return self.wires.begin(op.kind, op.part, op.peer, op.tag)
+        return (self.group.send if op.kind == "send" else self.group.recv)([op.part], op.peer, op.tag)
 
     def _start(self, ops: list[_Op], what: str) -> Pending:
         if not ops:

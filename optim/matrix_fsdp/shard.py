@@ -21,8 +21,8 @@ from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
-from peerloom.optim.matrix_fsdp.twins import twin_of
 from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
+from peerloom.optim.matrix_fsdp.wires import wires_of
 
 
 def matrix_fully_shard(
@@ -123,8 +123,9 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
     if mesh.size() > 1 and dist.is_gloo_available():
         lifeline = lifeline_of(mesh.mesh.flatten().tolist(), groups[0].timeout)
         if groups[0].on_gloo and groups[0].world_size > 1:
-            groups[0].downward = twin_of(groups[0].ranks, groups[0].timeout)
-        carrying = [group for links in groups if links.on_gloo for group in {links.group, links.downward}]
+            groups[0].wires = wires_of(groups[0].ranks, groups[0].timeout)
+        carrying = [links.group for links in groups if links.on_gloo]
+        carrying += [links.wires.group for links in groups if links.wires is not None]
         for links in groups:
             links.watch_over(lifeline, carrying)
 
