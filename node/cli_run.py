@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peerloom.node.listeners import Listeners, NodeInfo
 from peerloom.node.specs import embedded_spec, load_spec
 from peerloom.protocol.types import NodeStatus, Role
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from peerloom.node.config import NodeConfig
-    from peerloom.node.daemon import NodeInfo
 
 
 def serve(config: NodeConfig, *, role: Role, invites: list[str], run_file: Path | None, verbose: bool) -> int:
@@ -37,18 +37,13 @@ def serve(config: NodeConfig, *, role: Role, invites: list[str], run_file: Path 
             print(start_times(phases), file=sys.stderr, flush=True)
 
     with StartProgress() as progress:
-        return _run(
-            run_node(
-                config,
-                role=role,
-                invites=invites,
-                spec=spec,
-                on_joinable=on_joinable,
-                on_started=on_started,
-                on_status=progress.update,
-                on_said=lambda sentence: print(sentence, flush=True),
-            )
+        listeners = Listeners(
+            on_joinable=on_joinable,
+            on_started=on_started,
+            on_status=progress.update,
+            on_said=lambda sentence: print(sentence, flush=True),
         )
+        return _run(run_node(config, role=role, invites=invites, spec=spec, listeners=listeners))
 
 
 def start_times(phases: list[tuple[str, float]]) -> str:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 MISSED = 2
 ANSWER_S = 3.0  # a live node answers a Status within
 WAITS_FOR = "waits_for_stage"  # the counter by which a host says so in its Status
+CUT = slice(16, 32)  # of an init digest, where that of the cut lies
+MAX_WARNED = 64  # nodes that a log names, who may be made up
 LEAVING: frozenset[NodeState] = frozenset({"draining"})
 
 
@@ -27,14 +29,29 @@ class StageView:
         self._context = context
         self._dead = context.view.silent
         self._missed: Counter[PeerId] = Counter()  # probes in a row without an answer
+        self._warned: set[PeerId] = set()
 
     def records(self) -> list[PeerRecord]:
-        """The trainers that are there, this node left out."""
+        """The trainers that are there, this node left out, and those that cut the model otherwise."""
         return [
             record
             for record in self._context.view.believed()
-            if record.role == "trainer" and record.state not in LEAVING and not self._is_dead(record)
+            if record.role == "trainer" and record.state not in LEAVING
+            if not self._is_dead(record) and self._cuts_alike(record)
         ]
+
+    def _cuts_alike(self, record: PeerRecord) -> bool:
+        """Whether its stages have the layers that ours have, as far as both have said by now."""
+        own, theirs = self._context.facts.init_digest[CUT], record.init_digest[CUT]
+        if not (own and theirs) or own == theirs:
+            return True
+        if record.peer_id not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(record.peer_id)
+            log.warning(
+                "%s cuts the model into other stages and is left alone: it runs another version; update the older one",
+                short(record.peer_id),
+            )
+        return False
 
     def claims(self) -> list[Claim]:
         """What the others host, claim or stand by for."""

@@ -111,8 +111,8 @@ class RotatedStack:
 
     def check(self) -> None:
         """Raises NonFiniteGradient for a gradient whose squares, summed over the matrix, overflow."""
-        largest = torch.stack(torch._foreach_norm(self._gradients(), math.inf)).max()
-        if not float(largest) <= math.sqrt(torch.finfo(self._dtype).max / math.prod(self._shape)):  # NaN is refused too
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=self._dtype)  # the largest number is found far slower
+        if not float(torch.stack(norms).max()) <= math.sqrt(torch.finfo(self._dtype).max):  # NaN is refused too
             raise no_basis(self._shape)
 
     def step(self) -> None:
@@ -155,18 +155,19 @@ class RotatedStack:
         covariances = tensors.get("left_cov"), tensors.get("right_cov")
         first, second = tensors["exp_avg"], tensors["exp_avg_sq"]
         moment = first if self.count == 1 else last.back(first)  # in the weight's own coordinates
-        seen = moment.lerp(gradient, 1 - setting.beta1)  # looked ahead by this step
-        if self.count == 1:
-            found = (
-                first_from_covariance(*covariances)
-                if setting.source == "2nd"
-                else first_from_moment(seen, self._sides)
-            )
-        elif setting.source == "2nd":
-            found, permuted = next_from_covariance(last, *covariances, second)
-            second.copy_(permuted)
+        permuted = second
+        if setting.source == "2nd":
+            if self.count == 1:
+                found = first_from_covariance(*covariances)
+            else:
+                found, permuted = next_from_covariance(last, *covariances, second)
         else:
-            found, permuted = next_from_moment(last, seen, second)
+            seen = moment.lerp(gradient, 1 - setting.beta1)  # looked ahead by this step
+            if self.count == 1:
+                found = first_from_moment(seen, self._sides)
+            else:
+                found, permuted = next_from_moment(last, seen, second)
+        if permuted is not second:
             second.copy_(permuted)
         for name, basis in zip(("left", "right"), found, strict=True):
             if basis is not None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peerloom.node.worker.cuts import stage_layers
 from peerloom.node.worker.model import model_config
+from peerloom.node.worker.stage_costs import Sizes, stage_layers
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.runspec import RunSpec
 
@@ -34,14 +34,15 @@ Source = Callable[[str, Tensor], None]  # fills the tensor of a parameter's name
 
 
 class StageModel(nn.Module):
-    """Layers `span` of the model: token ids (batch, length) or hidden states (batch, length, width) in.
+    """A stage of the model, whose layers are cut into `spans`.
 
-    Hidden states out, from the last stage logits.
+    Token ids (batch, length) or hidden states (batch, length, width) in; hidden states out, from the last stage logits.
     """
 
-    def __init__(self, whole: Any, span: range, *, first: bool, last: bool, tied: bool) -> None:
+    def __init__(self, whole: Any, spans: list[range], stage: int, *, tied: bool) -> None:
         super().__init__()
-        self.span, self.first, self.last = span, first, last
+        span, first, last = spans[stage], stage == 0, stage == len(spans) - 1
+        self.spans, self.span, self.first, self.last = spans, span, first, last
         self.config = whole.config
         self.architecture = type(whole).__name__
         self.model = whole.model
@@ -110,16 +111,8 @@ def _on_meta(spec: RunSpec, config: Any, stage: int) -> StageModel:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     config.tie_word_embeddings = tied
-    layer = sum(parameter.numel() for parameter in whole.model.layers[0].parameters())
-    spans = stage_layers(
-        pipeline,
-        layers=len(whole.model.layers),
-        hidden=config.hidden_size,
-        layer_parameters=layer,
-        vocabulary=config.vocab_size,
-        length=spec.data.sequence_length,
-    )
-    return StageModel(whole, spans[stage], first=stage == 0, last=stage == pipeline.stages - 1, tied=tied)
+    spans = stage_layers(spec, Sizes.of(whole))
+    return StageModel(whole, spans, stage, tied=tied)
 
 
 def whole_config(spec: RunSpec) -> Any:

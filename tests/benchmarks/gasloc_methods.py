@@ -35,7 +35,7 @@ class Setting:
     delay: int = 0  # local steps between sending and mixing
     workers: int = 16
     steps: int = 672
-    batch: int = 2
+    batch: int = 4
 
 
 def mixing(setting: Setting, seed: int, round: int, fragment: int = 0) -> Tensor:

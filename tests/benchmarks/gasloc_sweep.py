@@ -1,9 +1,8 @@
-"""The families compared, each tuned by the same rule on one seed, its finalists then run on the others."""
+"""The families compared, each tuned by the same rule on one seed, its best then run on the others."""
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -17,11 +16,11 @@ from tests.benchmarks.gasloc_train import Result, Store, run
 Log = Callable[[str], None]
 Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
-OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))  # DiLoCo's own 0.7 / 0.9 loses 8 % to 1.0 / 0.3 at this size
-STARTS = (1e-2, 2.5e-3)  # from both: the losses of most families have two valleys over the inner lr
-RATES = (2.5e-3, 5e-3, 1e-2, 2e-2)
-MOST_RUNS = 14  # that tune a family
-EVERY_STEP_RATES = (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)  # at H = 1 the best of RATES was the last
+OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))
+START = 5e-3  # the inner lr that all begin from
+RATES = (2.5e-3, 5e-3, 1e-2)
+EVERY_STEP_RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
+MOST_RUNS = 12  # that tune a family
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,12 @@ class Family:
 
 def outer(base: Setting, values: Outer) -> Family:
     """A family tuned over (eta, gamma)."""
-    grid = [replace(base, eta=eta, gamma=gamma, lr=lr) for lr in STARTS for eta, gamma in values]
-    return Family(base.label, tuple(grid))
+    return Family(base.label, tuple(replace(base, eta=eta, gamma=gamma, lr=START) for eta, gamma in values))
 
 
 def rates(base: Setting) -> Family:
     """A family without outer parameters, tuned over the inner lr."""
-    values = EVERY_STEP_RATES if base.h == 1 else RATES
-    return Family(base.label, tuple(replace(base, lr=lr) for lr in values))
+    return Family(base.label, tuple(replace(base, lr=lr) for lr in (EVERY_STEP_RATES if base.h == 1 else RATES)))
 
 
 def accelerated(base: Setting, values: Sequence[tuple[float, float, float]]) -> Family:
@@ -50,40 +47,45 @@ def accelerated(base: Setting, values: Sequence[tuple[float, float, float]]) -> 
     return Family(base.label, tuple(replace(base, lr=lr, gamma=g, alpha=a) for lr, g, a in values))
 
 
+def groups(h: int, fragments: int = 4, group: int = 4) -> Setting:
+    """GASLoC in groups on rotating hypercube dimensions."""
+    parts = f", {fragments} fragments" if fragments > 1 else ""
+    label = f"GASLoC groups of {group}{parts}, H={h}"
+    return Setting(label=label, partners="cube-groups", group=group, fragments=fragments, h=h)
+
+
+def diloco(h: int, fragments: int = 1) -> Setting:
+    """DiLoCo, in fragments as Streaming DiLoCo has it."""
+    parts = f", {fragments} fragments" if fragments > 1 else ""
+    return Setting(label=f"DiLoCo H={h}{parts}", partners="all", fragments=fragments, h=h)
+
+
+ONE_PEER = Setting(label="GASLoC 1-peer H=16", partners="1peer")
+NOLOCO = Setting(label="NoLoCo H=16", method="noloco", partners="1peer")
 LOCAL_STEPS = (
-    outer(Setting(label="DiLoCo H=16", partners="all"), OUTER),
-    outer(Setting(label="DiLoCo H=16, 4 fragments", partners="all", fragments=4), OUTER),
-    outer(Setting(label="GASLoC 1-peer H=16", partners="1peer"), OUTER),
-    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=16", partners="cube-groups", fragments=4), OUTER),
-    # the most often that they can meet within DiLoCo's bytes
-    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=14", partners="cube-groups", fragments=4, h=14), OUTER),
-    outer(Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24), OUTER),
-    outer(Setting(label="GASLoC groups of 8, 4 fragments, H=16", partners="cube-groups", fragments=4, group=8), OUTER),
+    outer(diloco(16), OUTER),
+    outer(groups(16), OUTER),
+    outer(diloco(16, fragments=4), OUTER),
+    outer(groups(16, group=8), OUTER),
+    outer(groups(24), OUTER),
+    outer(ONE_PEER, OUTER),
     rates(Setting(label="gossip 1-peer H=16", partners="1peer")),
-    outer(
-        Setting(label="NoLoCo H=16", method="noloco", partners="1peer"),
-        ((1.0, 0.3), (1.0, 0.5), (0.7, 0.5)),
-    ),
-    outer(Setting(label="DiLoCo H=28, 4 fragments", partners="all", fragments=4, h=28), OUTER),
-    outer(Setting(label="GASLoC 1-peer, 4 fragments, H=16", partners="1peer", fragments=4), OUTER),
-    outer(Setting(label="GASLoC groups of 4, H=16", partners="cube-groups"), OUTER),
-    # whole models less often: at this size a fragment's lag costs more than longer rounds
-    outer(Setting(label="GASLoC groups of 8, H=16", partners="cube-groups", group=8), OUTER),
-    outer(Setting(label="GASLoC groups of 4, H=24", partners="cube-groups", h=24), OUTER),
-    outer(Setting(label="GASLoC groups of 8, H=28", partners="cube-groups", group=8, h=28), OUTER),
-    outer(Setting(label="GASLoC groups of 16, H=32", partners="cube-groups", group=16, h=32), OUTER),
-    outer(Setting(label="DiLoCo H=32", partners="all", h=32), OUTER),
+    outer(NOLOCO, ((1.0, 0.3), (1.0, 0.5), (0.7, 0.5))),
+    outer(diloco(28, fragments=4), OUTER),
+    outer(groups(28, group=8), OUTER),
+    outer(groups(14), OUTER),  # the most often that fours can meet within DiLoCo's bytes
+    outer(groups(16, fragments=1), OUTER),
 )
 EVERY_STEP = (
     accelerated(
         Setting(label="GASLoC ring H=1", partners="ring", h=1, momentum="pre"),
-        ((2e-2, 0.45, 1.4), (4e-2, 0.45, 1.4), (4e-2, 0.2, 1.0), (8e-2, 0.2, 1.0), (8e-2, 0.45, 1.4)),
+        ((5e-3, 0.45, 1.4), (1e-2, 0.45, 1.4), (2e-2, 0.45, 1.4), (1e-2, 0.2, 1.0), (2e-2, 0.2, 1.0)),
     ),
     rates(Setting(label="gossip ring H=1", partners="ring", h=1, alpha=2 / 3)),
     rates(Setting(label="D-PSGD ring H=1", method="dpsgd", partners="ring", h=1, alpha=2 / 3)),
     accelerated(
         Setting(label="GASLoC 1-peer H=1", partners="1peer", h=1, momentum="post"),
-        ((2e-2, 0.3, 1.0), (4e-2, 0.3, 1.0), (4e-2, 0.1, 1.0), (8e-2, 0.1, 1.0), (8e-2, 0.3, 1.0)),
+        ((5e-3, 0.3, 1.0), (1e-2, 0.3, 1.0), (2e-2, 0.3, 1.0), (1e-2, 0.1, 1.0), (2e-2, 0.1, 1.0)),
     ),
     rates(Setting(label="gossip 1-peer H=1", partners="1peer", h=1)),
     rates(Setting(label="D-PSGD 1-peer H=1", method="dpsgd", partners="1peer", h=1)),
@@ -91,23 +93,22 @@ EVERY_STEP = (
 )
 FURTHER = (
     rates(Setting(label="local only", method="local", partners="alone")),
+    outer(diloco(32), OUTER),
     outer(Setting(label="GASLoC 2-peer H=16", partners="2peer"), OUTER),
     outer(Setting(label="GASLoC 1-peer H=8", partners="1peer", h=8), OUTER),
-    outer(Setting(label="DiLoCo H=24", partners="all", h=24), OUTER),
-    outer(Setting(label="DiLoCo H=8", partners="all", h=8), OUTER),
+    outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
+    outer(groups(8), OUTER),
     # unit weights, largest eigenvalue 2: at alpha 1 plain gossip would be marginal
     outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre", alpha=2 / 3), OUTER),
+    outer(diloco(8), OUTER),
+    outer(diloco(24), OUTER),
     outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
-    outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
     outer(Setting(label="overlapped GASLoC 1-peer H=16, 4 steps", partners="1peer", delay=4), OUTER),
 )
 SIZES = tuple(  # at the bytes of the plain form: does the default hang on the size of the swarm?
     outer(replace(base, workers=n, label=f"{base.label}, {n} workers"), OUTER)
     for n in (4, 8)
-    for base in (
-        Setting(label="GASLoC 1-peer H=16", partners="1peer"),
-        Setting(label="GASLoC groups of 4, 4 fragments, H=24", partners="cube-groups", fragments=4, h=24),
-    )
+    for base in (ONE_PEER, groups(24))
 )
 FAMILIES = LOCAL_STEPS + EVERY_STEP + FURTHER
 
@@ -120,70 +121,33 @@ def best(family: Family, store: Store) -> tuple[Setting, Result] | None:
 
 
 def tried(family: Family, store: Store) -> list[Setting]:
-    """The candidates; then, from each of the rates begun with, the best one's lr doubled and halved.
-
-    Until both its neighbours are worse: who has two valleys has both of them searched.
-    """
-    return _searched(family, store)[0]
-
-
-def finalists(family: Family, store: Store) -> list[Setting]:
-    """What is run on all seeds, as far as it is known: the best on seed 0 from each of the rates begun with.
-
-    The losses of high rates scatter most over seeds, so the lowest on one seed alone would be a matter of luck.
-    """
-    return list(dict.fromkeys(_lowest(valley, store) for valley in _searched(family, store)[1]))
+    """The candidates; then the best one's lr doubled and halved, until both its neighbours are worse."""
+    settings = list(family.candidates)
+    while family.refine and len(settings) < MOST_RUNS:
+        results = [store.get(setting, 0) for setting in settings]
+        if any(result is None for result in results):
+            break
+        losses = [_finite(result["loss"]) for result in results if result is not None]
+        winner = settings[losses.index(min(losses))]
+        neighbours = (replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5))
+        following = next((neighbour for neighbour in neighbours if neighbour not in settings), None)
+        if following is None:
+            break
+        settings.append(following)
+    return settings
 
 
 def chosen(family: Family, seeds: int, store: Store) -> tuple[Setting, list[Result]] | None:
-    """Of what has all seeds that with the lowest mean; else the best on seed 0, with what there is of it."""
-    whole = []
-    for setting in tried(family, store):
-        results = [result for seed in range(seeds) if (result := store.get(setting, seed)) is not None]
-        if len(results) == seeds:
-            whole.append((setting, results))
-    if whole:
-        return min(whole, key=lambda pair: sum(_finite(result["loss"]) for result in pair[1]))
+    """The best on seed 0 with what there is of it on all seeds."""
     first = best(family, store)
     if first is None:
         return None
-    return first[0], [result for seed in range(seeds) if (result := store.get(first[0], seed)) is not None]
-
-
-def _searched(family: Family, store: Store) -> tuple[list[Setting], list[list[Setting]]]:
-    """All that is tried, and in which valley."""
-    settings, valleys = list(family.candidates), _valleys(family)
-    for valley in valleys if family.refine else ():
-        while len(settings) < MOST_RUNS and all(store.get(setting, 0) is not None for setting in valley):
-            following = _untried_neighbour(valley, store)
-            if following is None:
-                break
-            valley.append(following)
-            if following not in settings:
-                settings.append(following)
-    return settings, valleys
-
-
-def _valleys(family: Family) -> list[list[Setting]]:
-    """The candidates of each rate begun with; all together where these are a ladder of rates already."""
-    if not {setting.lr for setting in family.candidates} <= set(STARTS):
-        return [list(family.candidates)]
-    valleys = [[setting for setting in family.candidates if setting.lr == lr] for lr in STARTS]
-    return [valley for valley in valleys if valley]
-
-
-def _lowest(valley: Sequence[Setting], store: Store) -> Setting:
-    return min(valley, key=lambda setting: _finite((store.get(setting, 0) or {"loss": math.inf})["loss"]))
-
-
-def _untried_neighbour(valley: Sequence[Setting], store: Store) -> Setting | None:
-    winner = _lowest(valley, store)
-    neighbours = (replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5))
-    return next((neighbour for neighbour in neighbours if neighbour not in valley), None)
+    results = [store.get(first[0], seed) for seed in range(seeds)]
+    return first[0], [result for result in results if result is not None]
 
 
 def sweep(families: Iterable[Family], seeds: int, store: Store, processes: int, log: Log) -> None:
-    """Runs what the store lacks: tuning on seed 0 family by family, then the finalists of each on the other seeds."""
+    """Runs what the store lacks: tuning on seed 0 family by family, then the best of each on the other seeds."""
     families = list(families)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -216,8 +180,9 @@ def _wanted(families: Sequence[Family], seeds: int, store: Store) -> list[tuple[
         missing = [(setting, 0) for setting in settings if store.get(setting, 0) is None]
         tuning += missing
         if not missing:
-            last = [(setting, seed) for setting in finalists(family, store) for seed in range(1, seeds)]
-            others += [(setting, seed) for setting, seed in last if store.get(setting, seed) is None]
+            first = best(family, store)
+            assert first is not None  # it has candidates, and all were run
+            others += [(first[0], seed) for seed in range(1, seeds) if store.get(first[0], seed) is None]
     return tuning + others
 
 

@@ -38,7 +38,7 @@ from peerloom.protocol.runspec import RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from tests.benchmarks.gasloc_methods import Setting
 from tests.benchmarks.gasloc_model import Shape, Stacked
-from tests.benchmarks.gasloc_train import CURVE_WINDOWS, AdamW, Result, text
+from tests.benchmarks.gasloc_train import CURVE_WINDOWS, AdamW, Result, model, text
 from tests.sim.swarm import Member, Plan, Swarm, identity, play
 
 COPY_TICKS = 4.0
@@ -232,7 +232,8 @@ def ticks_to(result: Result, target: float) -> int | None:
 def stored_run(setting: Setting, seed: int, world: World, path: Path | None) -> Result:
     """The run, from the file if it stands there, else run and added to it."""
     content = {name: value for name, value in asdict(setting).items() if name != "label"}
-    key = hashlib.sha256(json.dumps([FORM, content, seed, asdict(world)], sort_keys=True).encode()).hexdigest()[:16]
+    named = json.dumps([FORM, model(), content, seed, asdict(world)], sort_keys=True)
+    key = hashlib.sha256(named.encode()).hexdigest()[:16]
     if path is not None and path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             entry: dict[str, Any] = json.loads(line)

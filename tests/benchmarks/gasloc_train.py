@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.benchmarks.gasloc_methods import Setting, copies_per_step, method_of
-from tests.benchmarks.gasloc_model import Shape, Stacked, Text, read_text
+from tests.benchmarks.gasloc_model import EMBEDDING, Shape, Stacked, Text, read_text
 
 BETAS, EPSILON, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
 CURVE_WINDOWS, FINAL_WINDOWS = 128, 1024
@@ -101,7 +101,10 @@ def worst_loss(stacked: Stacked) -> float:
 
 
 class Store:
-    """Finished runs as JSON lines, so that a sweep goes on where it stopped; several processes may append."""
+    """Finished runs as JSON lines, so that a sweep goes on where it stopped; several processes may append.
+
+    Runs of another model than today's are not found.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -109,7 +112,8 @@ class Store:
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
-                self._runs[key(Setting(**entry["setting"]), entry["seed"])] = entry["result"]
+                if entry.get("model") == model():
+                    self._runs[key(Setting(**entry["setting"]), entry["seed"])] = entry["result"]
 
     def get(self, setting: Setting, seed: int) -> Result | None:
         return self._runs.get(key(setting, seed))
@@ -117,12 +121,17 @@ class Store:
     def put(self, setting: Setting, seed: int, result: Result) -> None:
         self._runs[key(setting, seed)] = result
         if self.path is not None:
-            entry = {"setting": asdict(setting), "seed": seed, "result": result}
+            entry = {"model": model(), "setting": asdict(setting), "seed": seed, "result": result}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 
 
 def key(setting: Setting, seed: int) -> str:
-    """Names a run by all that it depends on but for the label."""
+    """Names a run of the model by all that it depends on but for the label."""
     content = {name: value for name, value in asdict(setting).items() if name != "label"}
     return hashlib.sha256(json.dumps([content, seed], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def model() -> dict[str, float]:
+    """What all runs share: the model's shape and the deviation of its embedding at the start."""
+    return {**asdict(Shape()), "embedding": EMBEDDING}

@@ -105,6 +105,11 @@ class StageEnd:
         self.driver = StageDriver(machine, self.worker, self._clock, self.spec, form, reports)
         return self.driver
 
+    def computed(self) -> tuple[float, float]:
+        """Seconds so far of this driver's commands, the one under way included, and CPU seconds of those done."""
+        under_way = self.driver.computing_s if self.driver is not None else 0.0
+        return self.spent["stage_busy_seconds"] + under_way, self.spent["stage_cpu_seconds"]
+
     def _count(self, metric: str, amount: float) -> None:
         self.spent[metric] += amount
 
@@ -174,12 +179,11 @@ class StagePair:
         """Over `updates` of the last stage, from a warm pipeline to one that still has work before it."""
         last = self.ends[-1]
         await self._until(last, last.version + WARM)
-        began, before = time.perf_counter(), [dict(end.spent) for end in self.ends]
+        began, before = time.perf_counter(), [end.computed() for end in self.ends]
         await self._until(last, last.version + updates)
-        elapsed = time.perf_counter() - began
+        elapsed, after = time.perf_counter() - began, [end.computed() for end in self.ends]
         clock, cpu = (
-            tuple((end.spent[name] - then[name]) / elapsed for end, then in zip(self.ends, before, strict=True))
-            for name in ("stage_busy_seconds", "stage_cpu_seconds")
+            tuple((now[by] - then[by]) / elapsed for now, then in zip(after, before, strict=True)) for by in (0, 1)
         )
         await asyncio.gather(*(end.made.wait() for end in self.ends))
         return Shares(clock, cpu)

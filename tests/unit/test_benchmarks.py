@@ -182,11 +182,11 @@ def test_utilization_is_the_less_busy_stages_median_over_turns(tmp_path: Path) -
     by_clock, by_cpu = pipeline.rows_of(20, found, spec)
     assert (by_clock.name, by_clock.value, by_clock.baseline_value) == ("utilization_async_20ms", 0.95, 0.45)
     assert "async 0.950 and 0.970, sync 0.500 and 0.450" in by_clock.setting
-    assert "8 microbatches an update, window 16, each of 2 x 128" in by_clock.setting
+    assert "8 microbatches an update, window 16, each of 1 x 128" in by_clock.setting
     assert (by_cpu.name, by_cpu.value) == ("utilization_cpu_async_20ms", pytest.approx(0.77))
     plain = pipeline.rows_of(20, found, pipeline.spec(tmp_path, "async", 1))
     assert [row.name for row in plain] == ["utilization_async_20ms_default", "utilization_cpu_async_20ms_default"]
-    assert "1 microbatches an update, window 2, each of 16 x 128" in plain[0].setting
+    assert "1 microbatches an update, window 2, each of 8 x 128" in plain[0].setting
 
 
 def a_run(recoveries: list[float], off: float, dip: float = 0.0) -> pipeline_recovery.Run:
@@ -218,7 +218,7 @@ def test_each_stage_is_killed_and_no_kill_may_take_longer_than_allowed() -> None
     ten = pipeline_recovery.stages_to_kill(10)
     assert ten[:4] == [1, 2, 3, 0] and len(ten) == 10 and set(ten[4:]) <= set(range(4)) and len(set(ten[4:])) > 1
     row = pipeline_recovery.recovery_row(a_run([5.0, 6.0, 14.0], 0.0))
-    assert (row.value, row.unit) == (14.0, "s, the longest") and "median 6.0 s; by stage 1: 5.0, 2: 6.0" in row.setting
+    assert (row.value, row.unit) == (14.0, "s, the longest") and "median 6.0 s, 2 within 10 s" in row.setting
     assert "NOT within" in pipeline_recovery.recovery_row(a_run([5.0, 6.0, 14.1], 0.0)).unit
 
 

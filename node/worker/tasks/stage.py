@@ -5,6 +5,7 @@ Activations and gradients come in the inbox and leave in the outbox, one at a ti
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,23 +27,22 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
 from peerloom.node.worker.model import init_digest, layout_digest
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_memory import stage_memory
 from peerloom.node.worker.stage_model import build_stage
 from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
-from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.replicas import replica_spec
-from peerloom.protocol.runspec import RunSpec, TrainSpec
 
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
-HALF = 32  # hex digits of the init digest that theta_0 fills; the text's digest fills the rest, where there is one
+QUARTER = 16  # hex digits of the init digest for theta_0, as many for the cut of all stages, and twice for the text
 
 
 
@@ -77,7 +77,8 @@ class StageTask:
         self._model = build_stage(spec, setup.stage).to(self._device)
         self._flat = FlatParameters(self._model.named_in_whole())
         self._width = self._model.config.hidden_size
-        self._init_digest, self._layout = init_digest(self._flat.flat)[:HALF], layout_digest(self._flat.layout())
+        self._init_digest = init_digest(self._flat.flat)[:QUARTER] + cut_digest(self._model.spans)[:QUARTER]
+        self._layout = layout_digest(self._flat.layout())
         self._inner = InnerLoop(self._model, stage_train(spec, setup.stage))
         began = self._phase("model", began)
         self._open_data(progress)
@@ -136,7 +137,7 @@ class StageTask:
             )
         self._shards = prepare(data, tokenizer, self._setup.cache_dir, progress)
         check_enough(self._shards, data, train.batch_size)
-        self._init_digest += content_digest(data, tokenizer, self._setup.cache_dir)[:HALF]
+        self._init_digest += content_digest(data, tokenizer, self._setup.cache_dir)[: 2 * QUARTER]
         size = (train.batch_size, data.sequence_length)
         self._held_out = Batches(self._shards.held_out, self._spec.seed, HELD_OUT, *size)
 
@@ -374,12 +375,9 @@ class StageTask:
         return self._lanes[lane]
 
 
-def stage_train(spec: RunSpec, stage: int) -> TrainSpec:
-    """The inner optimizer of a stage: of the refreshes of rotated bases, the more delayed stages get more."""
-    if spec.pipeline.lag(0) == 0:
-        return spec.train
-    freq = stage_frequencies(spec.pipeline.stages, spec.train.rotation_freq)[stage]
-    return replace(spec.train, rotation_freq=freq)
+def cut_digest(spans: list[range]) -> str:
+    """Of where each stage begins, hex: another version may cut by other costs."""
+    return hashlib.sha256(" ".join(str(span.start) for span in spans).encode()).hexdigest()
 
 
 def lane_name(lane: int) -> str:

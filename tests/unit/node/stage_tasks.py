@@ -16,8 +16,9 @@ from peerloom.node.worker.data import Batches, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_model import build_stage
-from peerloom.node.worker.tasks.stage import StageTask, lane_name, stage_train
+from peerloom.node.worker.tasks.stage import StageTask, lane_name
 from peerloom.node.worker.tokenizer import ByteTokenizer
 from peerloom.optim.delayed import DelayedWeights, pipeline_delays
 from peerloom.protocol import stage_effects as effects

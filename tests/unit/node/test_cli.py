@@ -60,12 +60,13 @@ class Daemon:
         self.calls.append({"config": config, **arguments})
         if self.error is not None:
             raise self.error
-        arguments["on_status"](status("a", state="starting", reason="reading text"))
-        arguments["on_joinable"](SimpleNamespace(invites=[INVITE, INVITE + "2"]))
+        listeners = arguments["listeners"]
+        listeners.on_status(status("a", state="starting", reason="reading text"))
+        listeners.on_joinable(SimpleNamespace(invites=[INVITE, INVITE + "2"]))
         if not arguments["spec"]:
-            arguments["on_said"]("joined at 7 messages for 1000 bytes")
-        arguments["on_started"]([("DHT", 1.0), ("model", 2.5)])
-        arguments["on_status"](status("a"))
+            listeners.on_said("joined at 7 messages for 1000 bytes")
+        listeners.on_started([("DHT", 1.0), ("model", 2.5)])
+        listeners.on_status(status("a"))
         return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peerloom.node.worker.cuts import EMBEDDING_SHARE, cut, stage_layers
-from peerloom.node.worker.stage_model import build_stage
-from peerloom.protocol.runspec import ModelSpec, RunSpec
+from peerloom.node.worker.cuts import cut
+from peerloom.node.worker.stage_costs import Sizes, layer_costs, optimizer_products, stage_layers
+from peerloom.node.worker.stage_model import build_stage, stage_outline
+from peerloom.protocol.runspec import ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec
 
 
@@ -26,8 +28,8 @@ def ways(layers: int, stages: int) -> Iterator[list[range]]:
         yield [range(*pair) for pair in itertools.pairwise(ends)]
 
 
-def costliest(costs: list[float], spans: list[range]) -> float:
-    return max(sum(costs[layer] for layer in span) for span in spans)
+def costliest(costs: list[list[float]], spans: list[range]) -> float:
+    return max(sum(row[layer] for layer in span) for row, span in zip(costs, spans, strict=True))
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
@@ -35,31 +37,52 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(stages: int) -> None:
     rng = random.Random(stages)
     for layers in range(stages, 11):
         for _ in range(10):
-            costs = [rng.choice((0.0, 1.0, 1.0, rng.uniform(0, 5))) for _ in range(layers)]
-            found = cut(costs, stages)
+            costs = [[rng.choice((0.0, 1.0, 1.0, rng.uniform(0, 5))) for _ in range(layers)] for _ in range(stages)]
+            found = cut(costs)
             assert found in list(ways(layers, stages))
             assert costliest(costs, found) == pytest.approx(min(costliest(costs, way) for way in ways(layers, stages)))
     with pytest.raises(ValueError, match="cannot be cut"):
-        cut([1.0] * (stages - 1), stages)
+        cut([[1.0] * (stages - 1)] * stages)
 
 
-@pytest.mark.parametrize("stages", range(1, 6))
-@pytest.mark.parametrize("vocabulary", [256, 4096, 50_000])
-def test_a_llama_is_cut_as_evenly_as_its_layers_allow(stages: int, vocabulary: int) -> None:
-    hidden, layer_parameters, length = 64, 4 * 64 * 64 + 3 * 64 * 176, 128
-    for layers in range(stages, 11):
-        spans = stage_layers(
-            PipelineSpec(stages=stages),
-            layers=layers,
-            hidden=hidden,
-            layer_parameters=layer_parameters,
-            vocabulary=vocabulary,
-            length=length,
-        )
-        costs = [float(layer_parameters + length * hidden)] * layers  # of a token: multiplications, and attention
-        costs[0] += EMBEDDING_SHARE * vocabulary * hidden
-        costs[-1] += vocabulary * hidden
-        assert costliest(costs, spans) == pytest.approx(min(costliest(costs, way) for way in ways(layers, stages)))
+def llama(vocabulary: int, optimizer: str, layers: int = 8) -> tuple[RunSpec, Sizes]:
+    """Of width 512, two stages of 1,024 tokens an update."""
+    model = ModelSpec(hidden_size=512, intermediate_size=1408, layers=layers, vocab_size=vocabulary)
+    train = TrainSpec(optimizer=optimizer)  # type: ignore[arg-type]
+    spec = RunSpec(method="pipeline", model=model, train=train, pipeline=PipelineSpec(stages=2))
+    return spec, Sizes.of(stage_outline(spec, 0))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "optimizer", "lengths"),
+    [
+        (256, "adamw", [4, 4]),
+        (256, "basis_rotated", [4, 4]),
+        (32_000, "adamw", [7, 1]),  # the head weighs as much as five layers
+        (32_000, "basis_rotated", [5, 3]),  # of which each has as much again for its bases, and the head has none
+    ],
+)
+def test_stages_are_cut_by_their_time_and_the_optimizer_s_part_of_it(
+    vocabulary: int, optimizer: str, lengths: list[int]
+) -> None:
+    spec, sizes = llama(vocabulary, optimizer)
+    sizes = replace(sizes, layers=8)
+    assert [len(span) for span in stage_layers(spec, sizes)] == lengths
+    assert [len(stage_outline(spec, stage).span) for stage in (0, 1)] == lengths
+
+
+def test_what_a_layer_costs_follows_the_spec() -> None:
+    spec, sizes = llama(256, "basis_rotated")
+    assert sizes.matrices.count((512, 512)) == 4 and sizes.layer == 4 * 512**2 + 3 * 512 * 1408 + 2 * 512
+    early, late = (layer_costs(spec, sizes, stage)[1] for stage in (0, 1))
+    assert early > late  # its bases are refreshed more often
+    by_optimizer = [optimizer_products(512, 1408, TrainSpec(optimizer=each)) for each in ("adamw", "muon", "soap")]  # type: ignore[arg-type]
+    assert by_optimizer[0] == 0 < by_optimizer[1] < by_optimizer[2]
+    rotated = TrainSpec(optimizer="basis_rotated", rotation_freq=10**6)
+    products = 512**2 * 1408 + 512 * 1408**2
+    assert optimizer_products(512, 1408, rotated) == pytest.approx(3 * products, rel=1e-3)
+    alone = replace(rotated, rotation_source="1st", rotation_geometry="unilateral")
+    assert optimizer_products(512, 1408, alone) == pytest.approx(2 * 512**2 * 1408, rel=1e-3)
 
 
 class Allocations(TorchDispatchMode):

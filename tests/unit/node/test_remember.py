@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerloom.node.daemon import _remember
+from peerloom.node.daemon_run import _remember
 from peerloom.node.folders import Folders
 from peerloom.protocol.errors import StorageError
 from peerloom.protocol.types import PeerId, SignedSpec

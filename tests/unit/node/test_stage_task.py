@@ -15,10 +15,11 @@ from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.memory import PAGE
 from peerloom.node.worker.model import model_config
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_memory import stage_memory
 from peerloom.node.worker.stage_model import build_stage, stage_outline
 from peerloom.node.worker.tasks.common import NonFiniteLoss
-from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask, stage_train
+from peerloom.node.worker.tasks.stage import MEMORY_SHARE, StageTask
 from peerloom.optim.basis_rotation import stage_frequencies
 from peerloom.protocol.errors import ConfigError, SpecError
 from peerloom.protocol.ledger import Microbatch
@@ -156,7 +157,8 @@ def test_stages_are_balanced_and_built_from_their_own_layers(source: Path) -> No
     sizes = [sum(p.numel() for p in stage_outline(spec, stage).parameters()) for stage in range(4)]
     layer = build_stage(spec, 1)
     assert sizes[1] == sizes[2] == sum(parameter.numel() for parameter in layer.parameters())
-    assert [build_stage(spec, stage).span for stage in range(4)] == [range(k, k + 1) for k in range(4)]
+    stages = [build_stage(spec, stage) for stage in range(4)]
+    assert [stage.span for stage in stages] == stages[0].spans == stages[3].spans == [range(k, k + 1) for k in range(4)]
 
 
 def test_a_stored_model_is_cut_from_its_own_numbers(source: Path, tmp_path: Path) -> None:
