@@ -123,7 +123,7 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
     if mesh.size() > 1 and dist.is_gloo_available():
         lifeline = lifeline_of(mesh.mesh.flatten().tolist(), groups[0].timeout)
         if groups[0].on_gloo and groups[0].world_size > 1:
-            groups[0].wires = wires_of(groups[0].ranks, groups[0].timeout)
+            groups[0].wires = wires_of(groups[0].group, groups[0].timeout)
         carrying = [links.group for links in groups if links.on_gloo]
         carrying += [links.wires.group for links in groups if links.wires is not None]
         for links in groups:

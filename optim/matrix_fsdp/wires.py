@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -16,22 +14,23 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Wires]] = Weak
 
 
 class Wires:
-    """Carries tensors of some ranks, of the default group, point to point.
+    """Carries tensors of a group's ranks point to point, by its own thread.
 
     While a thread writes to a connection, gloo's own may not read from it, and spins until it may: with one connection
     for both directions that took 5 % of all time of a step on four ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        self._rank = ranks.index(dist.get_rank())
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta) -> None:
+        self._rank = group.rank()
         store = dist.PrefixStore(f"wires/{','.join(map(str, ranks))}", _get_default_store())  # type: ignore[attr-defined]
-        gloo: Any = dist.ProcessGroupGloo
-        options, device = gloo._Options(), _device(gloo)
-        options._devices, options._timeout = [device, device], timeout  # a connection for each, both by one thread
+        cpu, gloo = torch.device("cpu"), cast(Any, dist.ProcessGroupGloo)
+        options = gloo._Options()
+        device = group._get_backend(cpu).options._devices[0]
+        options._devices, options._timeout = [device, device], timeout  # a connection for each
         # as torch.distributed makes one, so that what is sent over it is seen where all its operations are
         self.group = cast(Any, dist.ProcessGroup)(store, self._rank, len(ranks))
         kind = cast(Any, dist.ProcessGroup).BackendType.GLOO
-        self.group._register_backend(torch.device("cpu"), kind, gloo(store, self._rank, len(ranks), options))
+        self.group._register_backend(cpu, kind, gloo(store, self._rank, len(ranks), options))
 
     def begin(self, kind: str, part: torch.Tensor, peer: int, tag: int) -> Any:
         """A "send" or "recv"."""
@@ -39,17 +38,11 @@ class Wires:
         return getattr(self.group, kind)([part], peer, 2 * tag + upward)  # gloo chooses the connection by the tag
 
 
-def wires_of(ranks: Sequence[int], timeout: timedelta) -> Wires:
-    """Those of these ranks in this default group; where there are none yet, all of them must call it."""
+def wires_of(group: dist.ProcessGroup, timeout: timedelta) -> Wires:
+    """Those of this group's ranks in this default group; where there are none yet, all of them must call it."""
     world = dist.group.WORLD
     assert world is not None  # ours: a mesh was made
-    known, key = _made.setdefault(world, {}), tuple(ranks)
+    known, key = _made.setdefault(world, {}), tuple(dist.get_process_group_ranks(group))
     if key not in known:
-        known[key] = Wires(key, timeout)
+        known[key] = Wires(group, key, timeout)
     return known[key]
-
-
-def _device(gloo: Any) -> Any:
-    """Of the interface that torch.distributed would take."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return gloo.create_device(interface=names.split(",")[0]) if names else gloo.create_default_device()
