@@ -1,9 +1,10 @@
 """Fetches the base model from the peers that train on it, where this machine cannot have it otherwise.
 
-The digest is the one that most trainers announce, and nothing opens the weights before they come to it. Configuration
-and tokenizer, which no digest covers, are taken as most of those trainers have them. A donor is scored when what it
-sent is proven wrong: weights of another digest, or files that make no model. Other faults count only once the digest is
-reached: until then the configuration that a donor is held to may itself be the lie.
+The digest is the run's `model.digest`, or without one that which most trainers announce, and nothing opens the weights
+before they come to it. Configuration and tokenizer, which no digest covers, are taken as most of those trainers have
+them. A donor is scored when what it sent is proven wrong: weights of another digest, or files that make no model. Other
+faults count only once the digest is reached: until then the configuration that a donor is held to may itself be the
+lie.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class BaseJoiner:
 
     async def fetch(self, missing: BaseMissing) -> None:
         """Fetches it; raises `missing` in a swarm of one, NoDonor when no peer could hand it over, or StorageError."""
-        context, settings = self._context, self._context.settings
+        context, settings, named = self._context, self._context.settings, self._context.spec.model.digest
         if not settings.expect_peers:
             raise missing
         log.warning("%s; looking for a peer that hands it over", missing)
@@ -70,16 +71,17 @@ class BaseJoiner:
             if donors and await self._fetched(digest, donors):
                 return
             if context.clock.monotonic() >= give_up_at:
-                why = self._last or "no trainer is there"
+                why = self._last or f"no trainer {'has the one that the run names' if named else 'is there'}"
                 raise NoDonor(f"{missing}; and no peer could hand over the base model ({why}): put it in its place")
             await asyncio.sleep(RETRY_S)
             await context.view.refresh()
 
     def _claims(self) -> list[Claim]:
+        named = self._context.spec.model.digest
         return [
             Claim(record.peer_id, record.init_digest, record.messages)
             for record in self._context.view.believed()
-            if record.role == "trainer" and record.state in FLOODING
+            if record.role == "trainer" and record.state in FLOODING and named in ("", record.init_digest)
         ]
 
     async def _fetched(self, digest: str, donors: Sequence[PeerId]) -> bool:

@@ -154,11 +154,17 @@ def run_init(
 
 
 @command(run_app, "check", home=False)
-def run_check(flags: Flags, path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to check.")]) -> int:
+def run_check(
+    flags: Flags,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to check.")],
+    base: Annotated[
+        bool, typer.Option("--base", help="Open the model at model.path too: is it the one that model.digest names?")
+    ] = False,
+) -> int:
     """Check a run.toml and print its run id."""
     from peerloom.node.cli_files import check
 
-    return check(path)
+    return check(path, base=base)
 
 
 def main() -> None:

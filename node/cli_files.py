@@ -16,6 +16,7 @@ from peerloom.protocol.types import RunId
 if TYPE_CHECKING:
     from peerloom.node.config import NodeConfig
     from peerloom.node.export import Exported
+    from peerloom.protocol.runspec import RunSpec
 
 
 def write_template(path: Path, method: str, *, force: bool) -> None:
@@ -31,15 +32,37 @@ def write_template(path: Path, method: str, *, force: bool) -> None:
     print(f"wrote {path}; change it, then: peer run check {path}")
 
 
-def check(path: Path) -> int:
-    """Prints a run.toml's name and id, or each of its faults on a line of its own."""
+def check(path: Path, *, base: bool = False) -> int:
+    """Prints a run.toml's name and id, or each of its faults on a line of its own.
+
+    With `base` it also opens the model that the run starts from, and says whether it is the one that `model.digest`
+    names, or prints the line to add. Raises ConfigError where there is none to name, RunMismatch for another one.
+    """
     try:
         spec = load_spec(path)
     except SpecError as error:
         print("\n".join(f"peer: {problem}" for problem in error.problems), file=sys.stderr)
         return error.exit_code
     print(f"{path} is well: run {spec.run_id}, {spec.name}, method {spec.method}")
+    if base:
+        _check_base(path, spec)
     return 0
+
+
+def _check_base(path: Path, spec: RunSpec) -> None:
+    if not spec.model.path or spec.method == "pipeline":
+        raise ConfigError(
+            f"{path} has no base to name: model.digest is for a model.path with method gasloc or seedflow; leave --base"
+        )
+    from peerloom.node.worker.model import build_model, check_digest
+    from peerloom.node.worker.seedflow_state import base_digest
+
+    digest = base_digest(build_model(spec))
+    check_digest(spec, digest)
+    if spec.model.digest:
+        print(f"the model at {spec.model.path} is the one that model.digest names")
+    else:
+        print(f'nodes take no other model than this one with the line below in the table [model]:\ndigest = "{digest}"')
 
 
 def export(config: NodeConfig, *, out: Path, run_id: str | None, force: bool, homes: list[Path]) -> None:

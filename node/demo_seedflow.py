@@ -65,7 +65,7 @@ async def make_run(folder: Path, nodes: int, seconds: float, cores: int) -> tupl
     steps = int(left_s / (made["step_s"] * max(1.0, nodes / cores) * 2))  # twice: messages, evaluation, other work
     return replace(
         spec,
-        model=replace(spec.model, path=base),
+        model=replace(spec.model, path=base, digest=made["digest"]),
         data=replace(spec.data, source=str(folder / "text")),
         seedflow=replace(spec.seedflow, max_steps=min(MOST_STEPS, max(FEWEST_STEPS, steps))),
     ), made

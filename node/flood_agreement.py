@@ -22,11 +22,13 @@ from peerloom.node.seams import SeedflowPort
 from peerloom.protocol.errors import IdentityInUse, LinkError, PeerloomError
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract
+from peerloom.protocol.limits import MAX_PAGE
 from peerloom.protocol.messages import StateManifest
 
 log = logging.getLogger(__name__)
 
 RESYNC_RETRY_S = 10.0
+MAX_BACK = 4 * MAX_PAGE  # messages that a hash asked for may leave out: each costs as much as applying it did
 
 
 class Agreement:
@@ -87,7 +89,8 @@ class Agreement:
     async def _answer(self, driver: FloodDriver) -> None:
         peer, query = driver.questions.popitem()
         beyond = self._machine.beyond(query.heads)
-        digest = b"" if beyond is None else await self._worker.state_hash(beyond)
+        far = beyond is None or sum(len(batch.scalars) for batch in beyond) > MAX_BACK
+        digest = b"" if beyond is None or far else await self._worker.state_hash(beyond)
         driver.answer(peer, query.number, digest)
 
     async def _take_snapshot(self) -> tuple[StateManifest, bytes]:

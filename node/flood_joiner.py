@@ -51,7 +51,9 @@ class FloodJoiner:
         self._ready = ready
 
     def check_base(self) -> None:
-        """Raises RunMismatch when others train, all of them from another base model."""
+        """Raises RunMismatch when others train, all of them from another base, and the run names none."""
+        if self._context.spec.model.digest:
+            return  # this node's is the one that the run names: the others are of no concern
         digests = {record.init_digest for record in self._context.view.believed() if record.role == "trainer"} - {""}
         if digests and self._ready.init_digest not in digests:
             self._context.facts.count("flood_refused_base")

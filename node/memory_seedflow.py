@@ -15,7 +15,7 @@ from blake3 import blake3
 from peerloom.node import base_folder
 from peerloom.node.seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
 from peerloom.protocol.base import CONFIG, BaseFiles
-from peerloom.protocol.errors import BaseMissing, MalformedMessage, SpecError
+from peerloom.protocol.errors import BaseMissing, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
 
 MATRICES, RANK = 3, 4
@@ -44,6 +44,11 @@ def add(sums: Counter[Place], batches: Sequence[Batch], period: int, sign: int =
 def written(sums: Counter[Place]) -> bytes:
     """The sums that are not zero, in order."""
     return json.dumps(sorted([*place, value] for place, value in sums.items() if value)).encode()
+
+
+def base_of(seed: int) -> bytes:
+    """The base model of a run."""
+    return struct.pack(f"<{NUMEL}f", *(seed + index / 7 for index in range(NUMEL)))
 
 
 class MemorySeedflow:
@@ -77,13 +82,15 @@ class MemorySeedflow:
         self._check()
         self._setup, self._progress = setup, progress
         self._period = setup.spec.seedflow.period
-        self._base = struct.pack(f"<{NUMEL}f", *(setup.spec.seed + index / 7 for index in range(NUMEL)))
+        self._base = base_of(setup.spec.seed)
         if self._bare:
             folder = base_folder.fetched(setup.run_dir)
             if folder is None:
                 raise BaseMissing(["model.path: this worker has no base"])
             self._base = (folder / base_folder.WEIGHTS).read_bytes()
         digest = blake3(self._base).hexdigest()
+        if setup.spec.model.digest not in ("", digest):
+            raise RunMismatch("the run names another base than this worker's")
         progress("model", 1.0)
         return SeedflowReady(
             init_digest=digest,

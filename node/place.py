@@ -16,7 +16,7 @@ from peerloom.protocol.errors import NoDonor
 from peerloom.protocol.lifecycle import StartDecision, catch_up_delay, choose_start, worse_than
 from peerloom.protocol.membership import WORSE_STATE
 from peerloom.protocol.transfer import FetchMachine
-from peerloom.protocol.types import PeerId
+from peerloom.protocol.types import PeerId, PeerRecord
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +99,17 @@ class Place:
             resumed,
             self._facts.init_digest,
             self._facts.layout_digest,
-            self._context.view.believed(),
+            self._believed(),
             self._context.spec.gasloc.max_round_skew,
             self._clock.wall(),
             started_at=self._facts.started_at,
             seen_s=self._context.view.seen_s(),
         )
+
+    def _believed(self) -> list[PeerRecord]:
+        """Without those that began from other parameters than the run names: they are of no such run."""
+        named, found = self._context.spec.model.digest, self._context.view.believed()
+        return [record for record in found if not named or record.init_digest in ("", named)]
 
     async def _fetch(self, decision: StartDecision, trained: bool) -> None:
         """Takes over the first state that its held-out loss does not speak against; raises NoDonor or Drained."""

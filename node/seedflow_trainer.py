@@ -139,6 +139,9 @@ class SeedflowTrainer(Agreement):
     def _note_ready(self, ready: SeedflowReady) -> None:
         if ready.note:
             log.warning("%s", ready.note)
+        model = self._context.spec.model
+        if model.path and not model.digest:
+            log.info("the run does not name its base, whose digest is %s here; see model.digest", ready.init_digest)
         self._facts.init_digest, self._facts.layout_digest = ready.init_digest, ready.layout_digest
         self._facts.changed()
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from peerloom.optim.subcge_estimate import LossFn, NotFinite, two_point
 from peerloom.optim.subcge_mezo import MeZO
 from peerloom.optim.subcge_random import coordinates, message_seeds
+from peerloom.optim.subcge_small import SmallTensors
 from peerloom.optim.subcge_state import FRACTION_BITS, SCALAR_LIMIT, ExactState, Message
 from peerloom.optim.subcge_subspace import Subspace
 from peerloom.optim.subcge_targets import Perturbation, targets_of
@@ -38,17 +39,18 @@ class SubCGE:
     """The parameters of `model` whose name `trainable` finds, as a function of the set of messages applied.
 
     W = base - lr * sum over messages of scalar * Z, with Z of rank one in the subspace of the message's period, of
-    `period` steps. `lr` is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on
-    nodes that come and go: n is fixed for a run here, whoever is there, or the state would hang on who knew of whom
-    when a message came. It is silent on schedules and momentum as well: a message's weight is constant and there is no
-    momentum; a schedule is in the scalar, by `share` of `estimate`, so that who applies it need not know the sender's
-    step. `eps` is the two-point estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors
-    at step 0 by name, of any float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to
-    write to, by default made when the first period ends. Both may be memory-mapped: each is read or written a piece at
-    a time. 16-bit parameters are rounded from the float32 sum, never from themselves. With `hooks=False` every
-    direction is added to the weights themselves and restored from a copy; needed for a Linear or Embedding whose weight
-    the model reads without calling the module. `cached` is for how many periods factors are kept: a swarm whose nodes'
-    steps differ works on several at once.
+    `period` steps, for a matrix, and an iid Gaussian of the message's own for a tensor of at most one dimension. `lr`
+    is the weight of one message: for the mean over n nodes pass lr / n. The paper is silent on nodes that come and go:
+    n is fixed for a run here, whoever is there, or the state would hang on who knew of whom when a message came. It is
+    silent on schedules and momentum as well: a message's weight is constant and there is no momentum; a schedule is in
+    the scalar, by `share` of `estimate`, so that who applies it need not know the sender's step. `eps` is the two-point
+    estimate's. `bound` limits |scalar|, in units of 2^-fraction_bits. `base`: the tensors at step 0 by name, of any
+    float dtype, by default copies in memory; `anchor`: float32 tensors of the same shapes to write to, by default made
+    when the first period ends. Both may be memory-mapped: each is read or written a piece at a time. 16-bit parameters
+    are rounded from the float32 sum, never from themselves. With `hooks=False` every direction is added to the weights
+    themselves and restored from a copy; needed for a Linear or Embedding whose weight the model reads without calling
+    the module. `cached` is for how many periods factors are kept: a swarm whose nodes' steps differ works on several at
+    once.
 
     Raises ValueError for settings out of range, no trainable parameter, or stores that do not fit.
     """
@@ -80,15 +82,24 @@ class SubCGE:
         self._bits = fraction_bits
         self._length = period
         self._targets = targets_of(model, trainable, run_seed, hooks)
-        self._keys = torch.tensor([target.key for target in self._targets], dtype=torch.int64)
-        self.state = ExactState(self._keys.tolist(), rank, period, run_seed, bound)
-        self._weights = Weights(self._targets, self.state, rank, lr / 2**fraction_bits, base, anchor, cached)
+        self._matrices = [target for target in self._targets if not target.small]
+        self._small = [target for target in self._targets if target.small]
+        self._keys = torch.tensor([target.key for target in self._matrices], dtype=torch.int64)
+        layout = SmallTensors([one.key for one in self._small], [one.parameter.numel() for one in self._small])
+        self._layout = layout
+        self.state = ExactState(self._keys.tolist(), layout, rank, period, run_seed, bound)
+        self._weights = Weights(self._targets, self.state, layout, rank, lr / 2**fraction_bits, base, anchor, cached)
         self._perturbed: Perturbation | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the trainable tensors, in the order of the state's sums."""
+        """Of the trainable tensors, in the order of the model's."""
         return tuple(target.name for target in self._targets)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Of those with a subspace, in the order of the state's sums."""
+        return tuple(target.name for target in self._matrices)
 
     def seed_of(self, origin: int, sequence: int) -> int:
         """The seed of a message."""
@@ -117,21 +128,25 @@ class SubCGE:
         places = coordinates(torch.tensor([seed]), self._keys, self._rank)[0].tolist()
         self._perturbed = Perturbation()
         with torch.no_grad():
-            for target, place in zip(self._targets, places, strict=True):
+            for target, place in zip(self._matrices, places, strict=True):
                 u, v = self._weights.subspace(target, period).factors(place)
                 self._perturbed.apply(target, u, v, sign * self.eps)
+            for target, z in zip(self._small, self._layout.split(self._layout.normals(seed)), strict=True):
+                self._perturbed.apply_small(target, z, sign * self.eps)
 
     def places(self, seeds: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each trainable tensor: the p and q (k,) of k seeds, whose direction is u_p v_q^T of `subspace`.
+        """Of each trainable matrix: the p and q (k,) of k seeds, whose direction is u_p v_q^T of `subspace`.
 
         For estimates of several seeds in one pass, each of other rows of the batch: y_i += eps (x_i . v_q) u_p.
         """
         places = coordinates(torch.tensor(list(seeds), dtype=torch.int64), self._keys, self._rank)
-        return {name: (places[:, k] // self._rank, places[:, k] % self._rank) for k, name in enumerate(self.names)}
+        return {
+            name: (places[:, k] // self._rank, places[:, k] % self._rank) for k, name in enumerate(self.matrices)
+        }
 
     def subspace(self, name: str) -> Subspace:
-        """A trainable tensor's, in the current period."""
-        target = self._targets[self.names.index(name)]
+        """A trainable matrix's, in the current period."""
+        target = self._matrices[self.matrices.index(name)]
         return self._weights.subspace(target, self.step // self._length)
 
     def restore(self) -> None:
@@ -182,7 +197,7 @@ class SubCGE:
         self._weights.rebuild()
 
     def state_hash(self, without: Iterable[Sequence[int]] = ()) -> bytes:
-        """32 bytes over run seed, tensors, every period's count and sums: equal sets of messages give equal ones.
+        """32 bytes over run seed, tensors, every period's count and all sums: equal sets of messages give equal ones.
 
         `without`: as it would be had these messages not been added.
         """

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peerloom.optim.subcge_random import coordinates, message_seeds
+from peerloom.optim.subcge_small import NORMAL_LIMIT, SmallTensors
 
 FRACTION_BITS = 16  # of a scalar, unless said otherwise: a unit is 2^-16
 SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
@@ -33,23 +34,29 @@ class Message(NamedTuple):
 
 
 class ExactState:
-    """For each period with messages: their number, and int64 sums of (tensors, rank, rank).
+    """For each period with messages: their number, and int64 sums of (matrices, rank, rank); and `small`.
 
     SeedFlood's paper is silent on the precision of scalars and sums: fixed point is this project's choice.
-    Integer addition commutes, so the state is a function of the set of messages. No sum can overflow: a scalar is at
-    most `bound`, and a period takes at most `capacity` = (2^63 - 1) // bound messages.
+    Integer addition commutes, so the state is a function of the set of messages. A small tensor's directions are of no
+    subspace: `small`, int64 an element, is the sum over all periods. No sum can overflow: a scalar is at most `bound`,
+    a small tensor's number at most NORMAL_LIMIT, and a run takes at most `capacity` messages, which is
+    (2^63 - 1) // (bound * NORMAL_LIMIT).
     """
 
-    def __init__(self, keys: Sequence[int], rank: int, period: int, run_seed: int, bound: int) -> None:
+    def __init__(
+        self, keys: Sequence[int], small: SmallTensors, rank: int, period: int, run_seed: int, bound: int
+    ) -> None:
         if not 0 < bound <= SCALAR_LIMIT:
             raise ValueError(f"the scalars' bound must be from 1 to {SCALAR_LIMIT}, not {bound}")
         if period < 1:
             raise ValueError(f"a period must have at least 1 step, not {period}")
         self.bound = bound
-        self.capacity = _INT64_MAX // bound
+        self.capacity = _INT64_MAX // (bound * NORMAL_LIMIT)
         self.counts: dict[int, int] = {}
         self.sums: dict[int, Tensor] = {}
+        self.small = torch.zeros(small.numel, dtype=torch.int64)
         self._keys = torch.tensor(keys, dtype=torch.int64)
+        self._small = small
         self._rank = rank
         self._period = period
         self._run_seed = run_seed
@@ -57,30 +64,29 @@ class ExactState:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(tensors, rank, rank): of one period's sums."""
+        """(matrices, rank, rank): of one period's sums."""
         return len(self._keys), self._rank, self._rank
 
     def absorb(self, messages: Iterable[Sequence[int]]) -> dict[int, Tensor]:
-        """Adds messages and returns what was added, by period.
+        """Adds messages and returns what was added to the matrices' sums, by period.
 
-        Raises ValueError for a field out of its range and OverflowError for a full period; then nothing was added.
+        Raises ValueError for a field out of its range and OverflowError for a full run; then nothing was added.
         """
         rows = self._checked(messages)
         added: dict[int, Tensor] = {}
         if not len(rows):
             return added
         periods = rows[:, 2] // self._period
-        numbers = Counter(periods.tolist())
-        for period, number in numbers.items():
-            if self.counts.get(period, 0) + number > self.capacity:
-                raise OverflowError(f"period {period} has taken its {self.capacity} messages")
-        for period, number in numbers.items():
+        if sum(self.counts.values()) + len(rows) > self.capacity:
+            raise OverflowError(f"the run has taken its {self.capacity} messages")
+        for period, number in Counter(periods.tolist()).items():
             added[period] = self._sum_of(rows[periods == period])
             self._add(period, number, added[period])
+        self.small = self.small + self._small_sum_of(rows)
         return added
 
     def retract(self, messages: Iterable[Sequence[int]]) -> dict[int, Tensor]:
-        """Takes out messages that were added before and returns what their sums were, by period.
+        """Takes out messages that were added before and returns what their matrices' sums were, by period.
 
         The state is then as if they had never come. Raises ValueError, with nothing changed, for fields out of their
         range and for more messages than a period has.
@@ -96,17 +102,20 @@ class ExactState:
             self._add(period, -number, -taken[period])
             if not self.counts[period]:
                 del self.counts[period], self.sums[period]
+        self.small = self.small - self._small_sum_of(rows)
         return taken
 
     def hash(self, without: Iterable[Sequence[int]] = ()) -> bytes:
-        """32 bytes, SHA-256 over all periods in order: number, count and sums, little-endian.
+        """32 bytes, SHA-256 over `small` and all periods in order: number, count and sums, little-endian.
 
         As if the messages `without`, which were added, had not been. Raises as `retract`.
         """
         if rows := list(without):
             return self._without(rows).hash()
-        total = hashlib.sha256(f"peerloom-subcge-1:{self._run_seed}:{self._period}:{self.shape}".encode())
+        about = f"peerloom-subcge-2:{self._run_seed}:{self._period}:{self.shape}:{self._small.sizes}"
+        total = hashlib.sha256(about.encode())
         total.update(_little_endian(self._keys))
+        total.update(hashlib.sha256(_little_endian(self.small)).digest())
         for period in sorted(self.counts):
             if period not in self._digests:
                 self._digests[period] = hashlib.sha256(_little_endian(self.sums[period])).digest()
@@ -115,32 +124,37 @@ class ExactState:
         return total.digest()
 
     def export(self) -> dict[str, Tensor]:
-        """`periods` and `counts`, (n,), and `sums`, (n, tensors, rank, rank), all int64: what a late joiner needs."""
+        """What a late joiner needs, in int64: `periods`, `counts` (n,), `sums` (n, matrices, rank, rank), `small`."""
         order = sorted(self.counts)
         sums = [self.sums[period] for period in order]
         return {
             "periods": torch.tensor(order, dtype=torch.int64),
             "counts": torch.tensor([self.counts[period] for period in order], dtype=torch.int64),
             "sums": torch.stack(sums) if sums else torch.zeros(0, *self.shape, dtype=torch.int64),
+            "small": self.small.clone(),
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the state by an exported one; raises ValueError, with nothing changed, for one that cannot be."""
-        found = {name: state.get(name) for name in ("periods", "counts", "sums")}
+        found = {name: state.get(name) for name in ("periods", "counts", "sums", "small")}
         for name, tensor in found.items():
             if tensor is None or tensor.dtype != torch.int64:
                 raise ValueError(f"the state's {name} must be an int64 tensor")
-        periods, counts, sums = (tensor.cpu() for tensor in found.values() if tensor is not None)
+        periods, counts, sums, small = (tensor.cpu() for tensor in found.values() if tensor is not None)
         if periods.dim() != 1 or counts.shape != periods.shape or sums.shape != (len(periods), *self.shape):
             raise ValueError(f"the state's sums must be of shape {('periods', *self.shape)}, not {tuple(sums.shape)}")
-        if (periods < 0).any() or (periods.diff() <= 0).any() or (counts < 1).any() or (counts > self.capacity).any():
-            raise ValueError("the state's periods must ascend from 0, and their counts lie between 1 and the capacity")
-        limit = (counts * self.bound).view(-1, 1, 1, 1)
-        if (sums > limit).any() or (sums < -limit).any():
+        if small.shape != self.small.shape:
+            raise ValueError(f"the state's small must be of shape {tuple(self.small.shape)}, not {tuple(small.shape)}")
+        messages = sum(counts.tolist())
+        if (periods < 0).any() or (periods.diff() <= 0).any() or (counts < 1).any() or messages > self.capacity:
+            raise ValueError("the state's periods must ascend from 0, their counts be above 0 and within the capacity")
+        limit, most = (counts * self.bound).view(-1, 1, 1, 1), messages * self.bound * NORMAL_LIMIT
+        if (sums > limit).any() or (sums < -limit).any() or (small > most).any() or (small < -most).any():
             raise ValueError("the state's sums are larger than its counts of messages allow")
         order = periods.tolist()
         self.counts = dict(zip(order, counts.tolist(), strict=True))
         self.sums = {period: one.clone() for period, one in zip(order, sums, strict=True)}
+        self.small = small.clone()
         self._digests = {}
 
     def _without(self, rows: list[Sequence[int]]) -> ExactState:
@@ -176,6 +190,9 @@ class ExactState:
         scalars = rows[:, 3:].expand_as(places)
         flat = torch.zeros(len(self._keys) * cells, dtype=torch.int64)
         return flat.index_add_(0, places.flatten(), scalars.flatten()).view(self.shape)
+
+    def _small_sum_of(self, rows: Tensor) -> Tensor:
+        return self._small.sum_of(message_seeds(self._run_seed, rows[:, 0], rows[:, 1]), rows[:, 3])
 
     def _add(self, period: int, number: int, sums: Tensor) -> None:
         self.counts[period] = self.counts.get(period, 0) + number

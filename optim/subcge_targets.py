@@ -25,8 +25,13 @@ class Target:
     key: int
     users: tuple[nn.Module, ...]
 
+    @property
+    def small(self) -> bool:
+        """Whether it is no matrix, and moves along a Gaussian of its own."""
+        return self.parameter.dim() < 2
+
     def pieces(self) -> Iterator[slice]:
-        """Row ranges that cover the tensor."""
+        """Row ranges that cover a matrix."""
         rows, columns = folded_shape(self.parameter.shape)
         step = max(1, _PIECE // columns)
         return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -36,7 +41,7 @@ def targets_of(model: nn.Module, trainable: str, run_seed: int, hooks: bool) -> 
     """The model's floating-point parameters whose name the regex finds, tied ones once under their first name.
 
     SeedFlood's paper is silent on what is not a matrix, and on embeddings: the latter are taken as matrices, for the
-    former see `Subspace`.
+    former see `SmallTensors`.
 
     Raises ValueError when there is none or one is on the meta device.
     """
@@ -78,18 +83,22 @@ class Perturbation:
     _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def apply(self, target: Target, u: Tensor, v: Tensor, eps: float) -> None:
-        """Adds eps u v^T, or eps u * v to a vector."""
+        """Adds eps u v^T to a matrix."""
         if target.users:
             self._handles += [attach(module, u, v, eps) for module in target.users]
             return
-        parameter = target.parameter
-        self._copies.append((parameter, parameter.clone()))
-        if parameter.dim() < 2:
-            parameter.view(-1).copy_(parameter.view(-1).float().addcmul_(u, v, value=eps))
-            return
-        flat = parameter.view(folded_shape(parameter.shape))
+        flat = self._copied(target).view(folded_shape(target.parameter.shape))
         for rows in target.pieces():
             flat[rows].copy_(flat[rows].float().addr_(u[rows], v, alpha=eps))
+
+    def apply_small(self, target: Target, z: Tensor, eps: float) -> None:
+        """Adds eps z to a small tensor."""
+        flat = self._copied(target).view(-1)
+        flat.copy_(flat.float().add_(z.to(flat.device), alpha=eps))
+
+    def _copied(self, target: Target) -> Tensor:
+        self._copies.append((target.parameter, target.parameter.clone()))
+        return target.parameter
 
     def undo(self) -> None:
         """Leaves every bit as it was."""

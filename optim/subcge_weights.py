@@ -1,4 +1,7 @@
-"""The weights that an exact state stands for: base + lr * sum over periods of U A V^T, in one order, rounded once."""
+"""The weights that an exact state stands for: base + lr * sum over periods of U A V^T, in one order, rounded once.
+
+A small tensor is base + lr * its integer sum, the same bits on every machine.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from peerloom.optim.subcge_small import NORMAL_BITS, SmallTensors
 from peerloom.optim.subcge_state import ExactState
 from peerloom.optim.subcge_subspace import Subspace, folded_shape
 from peerloom.optim.subcge_targets import Target
@@ -24,13 +28,16 @@ class Weights:
         self,
         targets: Sequence[Target],
         state: ExactState,
+        layout: SmallTensors,
         rank: int,
         unit: float,
         base: Mapping[str, Tensor] | None,
         anchor: Mapping[str, Tensor] | None,
         cached: int,
     ) -> None:
-        self._targets = targets
+        self._matrices = [target for target in targets if not target.small]
+        self._small = [target for target in targets if target.small]
+        self._layout = layout
         self._state = state
         self._rank = rank
         self._weight = -unit
@@ -44,7 +51,7 @@ class Weights:
         self.late: dict[int, Tensor] = {}
         _check_store("base", self._base, targets)
         if anchor is not None:
-            _check_store("anchor", anchor, targets, torch.float32)
+            _check_store("anchor", anchor, self._matrices, torch.float32)
 
     def subspace(self, target: Target, period: int) -> Subspace:
         """The target's subspace; the current period's are kept, and those of others as far as `cached` goes."""
@@ -75,8 +82,9 @@ class Weights:
         pending = sorted(self.late.items())
         pending += [(period, state.sums[period]) for period in sorted(state.sums) if period >= self._folded]
         self._keep([period for period, _ in pending])
-        for index, target in enumerate(self._targets):
+        for index, target in enumerate(self._matrices):
             self._write(target, self._source(), target.parameter, [(s, sums[index]) for s, sums in pending])
+        self._write_small()
 
     def rebuild(self) -> None:
         """Sums everything from the base again where something came late, and writes the weights."""
@@ -104,8 +112,8 @@ class Weights:
         folding = [period for period in sorted(self._state.sums) if start <= period < end]
         if folding:
             if self._anchor is None:
-                self._anchor = {target.name: torch.empty(target.parameter.shape) for target in self._targets}
-            for index, target in enumerate(self._targets):
+                self._anchor = {target.name: torch.empty(target.parameter.shape) for target in self._matrices}
+            for index, target in enumerate(self._matrices):
                 parts = [(period, self._state.sums[period][index]) for period in folding]
                 self._write(target, source, self._anchor[target.name], parts)
             self._anchored = True
@@ -128,6 +136,14 @@ class Weights:
                 for subspace, sums in found:
                     subspace.add(total, rows.start, sums, self._weight)
                 destination.view(shape)[rows].copy_(total)
+
+    def _write_small(self) -> None:
+        """base + weight * sums: the sum is one of all periods, so that nothing is folded and nothing comes late."""
+        moved = (self._state.small.double() * (self._weight * 2.0**-NORMAL_BITS)).float()
+        with torch.no_grad():
+            for target, part in zip(self._small, self._layout.split(moved), strict=True):
+                original = self._base[target.name].view(-1).to(torch.float32)
+                target.parameter.view(-1).copy_(original + part.to(original.device))
 
 
 def _copies(targets: Sequence[Target]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ A field's rule (type, range) stands in the field; faults between fields come fro
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -24,6 +25,7 @@ from peerloom.protocol.types import RunId
 MAX_PARAMETERS = 10**11  # 400 GB of fp32: above it a size is a slip of the keyboard
 MAX_BATCH_TOKENS = 2**26
 BYTE_TOKENS = 256
+_DIGEST = re.compile("[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,12 @@ class ModelSpec(Table):
 
     architecture: str = text("llama", "transformers model_type", slug=True)
     path: str = text("", "a local folder or hub name to load instead of building from the sizes below", empty=True)
+    digest: str = text(
+        "",
+        "BLAKE3 of the parameters at path, as `peer run check --base` prints it: a node that has others there stops,\n"
+        "one that fetches them takes no others; empty: it takes those that most trainers announce. Not for pipelines",
+        empty=True,
+    )
     vocab_size: int = number(256, 2, 2**20, "tokens")
     hidden_size: int = number(128, 2, 2**16, "a multiple of heads")
     intermediate_size: int = number(352, 1, 2**18, "width of the feed-forward part")
@@ -41,6 +49,10 @@ class ModelSpec(Table):
     tie_embeddings: bool = choice(True, "input and output embeddings are one matrix")
 
     def cross(self) -> Iterator[Fault]:
+        if self.digest and not _DIGEST.fullmatch(self.digest):
+            yield Fault(("digest",), f"{self.digest!r:.80}: must be empty or the 64 hex digits of a BLAKE3 digest")
+        elif self.digest and not self.path:
+            yield Fault(("digest", "path"), f"{self.digest!r}: must be empty without a path")
         if self.hidden_size % self.heads:
             yield Fault(
                 ("hidden_size", "heads"), f"{self.hidden_size}: must be a multiple of heads, which is {self.heads}"
@@ -174,6 +186,11 @@ class RunSpec(Table, _Remembered):
                 ("pipeline.microbatches", "train.batch_size", "method"),
                 f"{parts}: must divide train.batch_size, which is {self.train.batch_size}",
             )
+        if self.model.digest:
+            yield Fault(
+                ("model.digest", "method"),
+                f'{self.model.digest!r}: must be empty with method = "pipeline", where no node holds the whole model',
+            )
         yield from self._cross_replicas()
 
     def _cross_replicas(self) -> Iterator[Fault]:
@@ -202,14 +219,20 @@ class RunSpec(Table, _Remembered):
         return spec
 
     def canonical(self) -> str:
-        """The one TOML text of this spec: every key, fixed order; equal specs have equal text. Raises SpecError."""
+        """The one TOML text of this spec: its keys in fixed order; equal specs have equal text. Raises SpecError.
+
+        Every key but those that came later and change nothing here: run ids of the time before them stay.
+        """
         self.check()
-        return spec_toml.write(self)
+        return spec_toml.write(self, without=self._unsaid({"model.digest"} if not self.model.digest else set()))
+
+    def _unsaid(self, keys: set[str]) -> frozenset[str]:
+        return frozenset(keys | ({"seedflow.version"} if self.method != "seedflow" else set()))
 
     def template(self) -> str:
-        """The canonical text with a comment before each key: what it is, its unit, what it may hold."""
+        """All keys of the method, each with a comment before it: what it is, its unit, what it may hold."""
         self.check()
-        return spec_toml.write(self, comments=True)
+        return spec_toml.write(self, comments=True, without=self._unsaid(set()))
 
     def spec_hash(self) -> str:
         """SHA-256 of the canonical text, hex; of one object it is made once."""

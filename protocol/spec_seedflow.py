@@ -14,12 +14,16 @@ from peerloom.protocol.spec_table import Table
 MAX_PERIODS = 4096  # subspaces that a run may open, an accumulator a matrix each
 MAX_SCALAR = 2**31 - 1  # what a message's scalar may be on the wire
 MAX_SUM = 2**63 - 1  # what an accumulator holds
+NORMAL_LIMIT = 1107  # the largest number of a small tensor's direction, in units of 2^-8: a scalar is multiplied by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedflowSpec(Table):
     """SeedFlow (SeedFlood with SubCGE): a scalar a local step, flooded to all."""
 
+    version: int = number(
+        2, 2, 2, "of what a message means; 1, in which vectors moved along a matrix's diagonal, is run no more"
+    )
     rank: int = number(32, 1, 1024, "r: columns of a matrix's shared factors U and V")
     period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")
     eps: float = number(1e-3, 0, 10, "the two points are theta + eps z and theta - eps z", open_low=True)
@@ -65,8 +69,8 @@ class SeedflowSpec(Table):
                 ("scalar_bound", "fraction_bits"),
                 f"{self.scalar_bound}: scalar_bound * 2^fraction_bits must be from 1 to {MAX_SCALAR}",
             )
-        elif limit * self.max_steps * MAX_FLOOD_ORIGINS > MAX_SUM:  # every message of every origin in one coordinate
-            most = MAX_SUM // (limit * MAX_FLOOD_ORIGINS)
+        elif limit * NORMAL_LIMIT * self.max_steps * MAX_FLOOD_ORIGINS > MAX_SUM:  # all of all origins in one element
+            most = MAX_SUM // (limit * NORMAL_LIMIT * MAX_FLOOD_ORIGINS)
             yield Fault(
                 ("max_steps", "scalar_bound", "fraction_bits"),
                 f"{self.max_steps}: must be at most {most} with these scalars, or sums could pass 64 bits",

@@ -93,15 +93,20 @@ def sentences(found: list[Fault], lines: KeyLines) -> list[str]:
     return [f"line {line}: {fault}" if line else str(fault) for line, fault in sorted(placed, key=lambda at: at[0])]
 
 
-def write(table: Any, comments: bool = False) -> str:
-    """TOML text of a spec: its own keys in order, then a `[table]` for each dataclass inside it."""
+def write(table: Any, comments: bool = False, without: frozenset[str] = frozenset(), prefix: str = "") -> str:
+    """TOML text of a spec: its own keys in order, then a `[table]` for each dataclass inside it.
+
+    `without`: dotted keys that are left out.
+    """
     out: list[str] = []
     hints = get_type_hints(type(table))
     for item in fields(table):
-        value = getattr(table, item.name)
+        value, key = getattr(table, item.name), prefix + item.name
+        if key in without:
+            continue
         if is_dataclass(value):
             note = f"# {(type(value).__doc__ or '').splitlines()[0]}\n" if comments else ""
-            out.append(f"\n{note}[{item.name}]\n" + write(value, comments))
+            out.append(f"\n{note}[{item.name}]\n" + write(value, comments, without, key + "."))
         else:
             note = _note(item, hints[item.name]) if comments else ""
             out.append(f"{note}{item.name} = {_literal(value, hints[item.name])}\n")

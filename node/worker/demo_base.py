@@ -20,7 +20,7 @@ from peerloom.node.worker.data import Batches, prepare
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.model import build_model
 from peerloom.node.worker.schedule import learning_rate
-from peerloom.node.worker.seedflow_state import open_flow
+from peerloom.node.worker.seedflow_state import base_digest, open_flow
 from peerloom.node.worker.sources import documents
 from peerloom.node.worker.tokenizer import load_tokenizer, save_byte_tokenizer
 from peerloom.optim.subcge import SubCGE
@@ -32,12 +32,13 @@ TEXT_BYTES = 2 << 20  # of each of the two texts: to tokenize all of it would ta
 
 @dataclass(frozen=True, slots=True)
 class BaseMade:
-    """How the base model came about; `step_s` is what a SeedFlow step takes here, on one thread."""
+    """How the base model came about, and its digest; `step_s` is what a SeedFlow step takes here, on one thread."""
 
     steps: int
     seconds: float
     loss: float
     step_s: float
+    digest: str
 
 
 def make_base(folder: Path, seconds: float) -> BaseMade:
@@ -48,7 +49,8 @@ def make_base(folder: Path, seconds: float) -> BaseMade:
     steps, taken_s, loss = _pretrain(model, spec, folder, seconds)
     model.save_pretrained(folder / "base")
     save_byte_tokenizer(folder / "base")
-    return BaseMade(steps, round(taken_s, 1), round(loss, 3), _step_seconds(model, spec))
+    digest = base_digest(model)  # of what was saved: the steps that are timed change it
+    return BaseMade(steps, round(taken_s, 1), round(loss, 3), _step_seconds(model, spec), digest)
 
 
 def _write_texts(folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peerloom.node.worker.gguf import is_gguf
 from peerloom.node.worker.gguf import open_model as open_gguf
 from peerloom.node.worker.tokenizer import BYTES_SEPARATOR
-from peerloom.protocol.errors import SpecError
+from peerloom.protocol.errors import RunMismatch, SpecError
 from peerloom.protocol.runspec import RunSpec
 
 
@@ -99,6 +99,16 @@ def _parameters_on_meta() -> Iterator[None]:
 def init_digest(flat: Tensor) -> str:
     """BLAKE3 in hex over the flat fp32 parameters' bytes."""
     return blake3(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def check_digest(spec: RunSpec, digest: str) -> None:
+    """Raises RunMismatch where the run names other parameters than those that were found at its path."""
+    if spec.model.digest not in ("", digest):
+        other = ", or none: then a peer hands them over" if spec.method == "seedflow" else ""
+        raise RunMismatch(
+            f"the model at {spec.model.path} has the digest {digest[:16]}, and model.digest names "
+            f"{spec.model.digest[:16]}; put the run's own files there{other}"
+        )
 
 
 def layout_digest(layout: tuple[tuple[str, tuple[int, ...]], ...]) -> str:

@@ -22,7 +22,10 @@ class SeedflowProcess(WorkerCalls):
         self._steps = 0
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
-        """As the seam says; also raises DataError, SpecError, ConfigError or StorageError. Safe after BaseMissing."""
+        """As the seam says; also raises DataError, SpecError, ConfigError, StorageError or RunMismatch.
+
+        Safe after BaseMissing.
+        """
         started = await self._begin(setup, progress)
         if not isinstance(started.ready, SeedflowReady):
             raise TypeError(f"the worker of {setup.spec.method} is not SeedFlow's")

@@ -23,7 +23,7 @@ from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import PeerId
 
 FILE = "sums.safetensors"
-HEADER_BYTES = 1 << 12  # more than safetensors' header of three tensors takes
+HEADER_BYTES = 1 << 12  # more than safetensors' header of four tensors takes
 
 
 def open_flow(model: nn.Module, spec: RunSpec, base: dict[str, Tensor], anchor: dict[str, Tensor] | None) -> SubCGE:
@@ -84,8 +84,8 @@ def sums_digest(flow: SubCGE, model: nn.Module) -> str:
 
 def most_bytes(flow: SubCGE, periods: int) -> int:
     """How long an exported state of so many periods can be."""
-    tensors, rank, _ = flow.state.shape
-    return 8 * periods * (tensors * rank * rank + 2) + HEADER_BYTES
+    matrices, rank, _ = flow.state.shape
+    return 8 * (periods * (matrices * rank * rank + 2) + flow.state.small.numel()) + HEADER_BYTES
 
 
 def pack(flow: SubCGE) -> bytes:
@@ -113,7 +113,7 @@ def unpack(state: bytes, flow: SubCGE, periods: int) -> dict[str, Tensor]:
 
 
 def _empty(flow: SubCGE) -> dict[str, tuple[int, ...]]:
-    return {"periods": (0,), "counts": (0,), "sums": (0, *flow.state.shape)}
+    return {"periods": (0,), "counts": (0,), "sums": (0, *flow.state.shape), "small": tuple(flow.state.small.shape)}
 
 
 def write(run_dir: Path, flow: SubCGE, about: dict[str, object]) -> Path:

@@ -103,7 +103,7 @@ class LastLayer:
         """Takes over the sums of the period, which was empty at `begin`."""
         for name, made in self._projections.items():
             if made.left is not None:
-                sums = flow.state.sums[period][flow.names.index(_name(name))]
+                sums = flow.state.sums[period][flow.matrices.index(_name(name))]
                 made.moved = (sums.T.double() * -self._weight).float() @ made.left
 
     def logits(self, rows: Tensor) -> Tensor:

@@ -76,9 +76,11 @@ def main(what: str) -> dict[str, int]:
 
 
 def factor_bytes(model: torch.nn.Module) -> int:
-    """Of one period's factors in float32, and the integer sums of two periods."""
+    """Of one period's factors in float32, and the integer sums of two periods and of small tensors."""
     shapes = [parameter.shape for parameter in model.parameters()]
-    return sum(4 * RANK * (shape[0] + shape[-1]) + 2 * 8 * RANK**2 for shape in shapes)
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    small = sum(shape.numel() for shape in shapes if len(shape) < 2)
+    return sum(4 * RANK * (shape[0] + shape[-1]) + 2 * 8 * RANK**2 for shape in matrices) + 8 * small
 
 
 if __name__ == "__main__":

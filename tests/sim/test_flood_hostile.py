@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from blake3 import blake3
 
-from peerloom.node.memory_seedflow import MemorySeedflow
+from peerloom.node.memory_seedflow import MemorySeedflow, base_of
 from peerloom.node.seams import SeedflowReady, WorkerSetup
 from peerloom.protocol.codec_flood import FloodWriter
 from peerloom.protocol.errors import PeerloomError, RunMismatch
 from peerloom.protocol.flood_messages import Batch, HashQuery, Head, Segments, Versions, Want, Wants, first_chain
+from peerloom.protocol.runspec import ModelSpec
 from peerloom.protocol.services import FLOOD
 from tests.sim.flood_swarm import FloodSwarm, Member, identity, play, spec
 
@@ -101,7 +104,9 @@ class OtherBase(MemorySeedflow):
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> SeedflowReady:
         ready = await super().start(setup, progress)
-        return SeedflowReady(**{name: getattr(ready, name) for name in ready.__slots__} | {"init_digest": "ee" * 32})
+        self._base = bytes(len(self._base))
+        digest = blake3(self._base).hexdigest()
+        return SeedflowReady(**{name: getattr(ready, name) for name in ready.__slots__} | {"init_digest": digest})
 
 
 def test_a_base_model_whose_hash_differs_is_refused_with_a_reason_and_nothing_changes(
@@ -122,3 +127,28 @@ def test_a_base_model_whose_hash_differs_is_refused_with_a_reason_and_nothing_ch
     assert other.counters["flood_refused_base"] == 1
     assert {member.facts.state_hash for member in swarm.members[:2]} == {swarm.central()}
     assert all(member.facts.messages == 2 * 200 for member in swarm.members[:2])
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_where_the_run_names_its_base_a_majority_with_another_neither_stops_nor_misleads_a_newcomer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare: bool
+) -> None:
+    """One that has the base goes on among liars alone; one that has none takes it from the one that is honest."""
+    named = replace(spec(), model=ModelSpec(path="base", digest=blake3(base_of(spec().seed)).hexdigest()))
+
+    async def scenario(swarm: FloodSwarm) -> None:
+        for liar in swarm.members[1:3]:
+            monkeypatch.setattr(liar, "_worker", lambda: OtherBase(step_s=0.2, start_s=0.5))
+        swarm.bare = {3} if bare else set()
+        first = swarm.members[0 if bare else 1 : 3]
+        for member in first:
+            member.start()
+        await swarm.until("some steps", lambda: min(member.facts.step for member in first) >= 10)
+        swarm.members[3].start()
+        await swarm.until("all end", lambda: all(member.running is None for member in swarm.members))
+
+    swarm = play(lambda: FloodSwarm(tmp_path, 4, named), scenario)
+    honest = [swarm.members[3], *swarm.members[: int(bare)]]
+    assert [member.failure for member in honest] == [None] * len(honest)
+    assert {member.facts.state_hash for member in honest} == {swarm.central(without=(1, 2))}
+    assert honest[0].counters["base_fetched"] == bare

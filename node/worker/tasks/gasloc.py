@@ -20,7 +20,7 @@ from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import Inner, InnerLoop
 from peerloom.node.worker.memory import BlockLayout, SharedBlock
-from peerloom.node.worker.model import build_model, init_digest, layout_digest
+from peerloom.node.worker.model import build_model, check_digest, init_digest, layout_digest
 from peerloom.node.worker.pace import another_step, may_go_on, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
@@ -136,6 +136,7 @@ class GaslocTask:
         outbox = None if itself else self._outbox
         self._exchanges = Exchanges(self._method, self._spec, self._setup.peer_id, self._pieces, y, self._inbox, outbox)
         self._init_digest = init_digest(flat)
+        check_digest(self._spec, self._init_digest)
         self._layout_digest = layout_digest(layout)
 
     def _seed(self, value: int) -> None:

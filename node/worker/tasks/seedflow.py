@@ -21,6 +21,7 @@ from peerloom.node.worker import base, messages
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.node.worker.model import check_digest
 from peerloom.node.worker.objectives import open_objective
 from peerloom.node.worker.tasks.common import NonFiniteLoss, chosen_device
 from peerloom.node.worker.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +34,7 @@ from peerloom.protocol.flood_messages import Batch
 class SeedflowTask:
     """A node's fine-tuning, driven command by command; `phases` holds the seconds of each phase of building it.
 
-    Raises DataError, SpecError, ConfigError (device) or StorageError.
+    Raises DataError, SpecError, ConfigError (device), StorageError, or RunMismatch: the run names another base.
     """
 
     layout: BlockLayout | None = None
@@ -49,6 +50,7 @@ class SeedflowTask:
         progress("model", 0.0)
         built = base.base_of(self._spec, setup.run_dir)
         self._init_digest = states.base_digest(built)
+        check_digest(self._spec, self._init_digest)
         self._model = built.to(self._device).eval().requires_grad_(False)
         self._numel = sum(parameter.numel() for parameter in self._model.parameters())
         began = self._phase("model", began)

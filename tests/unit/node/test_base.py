@@ -14,22 +14,26 @@ import torch
 
 from peerloom.node import base_folder
 from peerloom.node.base_donor import BaseDonor
+from peerloom.node.cli_files import check
 from peerloom.node.clock import SystemClock
 from peerloom.node.export import export
+from peerloom.node.specs import load_spec
 from peerloom.node.worker.base import numel_of, open_base, write_base
+from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.model import build_model
 from peerloom.node.worker.seedflow_state import base_digest
+from peerloom.node.worker.tasks.gasloc import GaslocTask
 from peerloom.node.worker.tasks.seedflow import SeedflowTask
 from peerloom.node.worker.tokenizer import ByteTokenizer, save_byte_tokenizer
 from peerloom.protocol.base import BaseFiles, unpack_files
-from peerloom.protocol.errors import BaseMissing, RunMismatch, SpecError
+from peerloom.protocol.errors import BaseMissing, ConfigError, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.messages import FetchRequest, StateManifest, StatePiece
 from peerloom.protocol.runspec import ModelSpec, RunSpec
 from peerloom.protocol.types import PeerId
 from tests.unit.node.test_gguf import write as write_gguf
 from tests.unit.node.test_seedflow_task import task, text_spec
-from tests.unit.node.tiny import never
+from tests.unit.node.tiny import never, setup
 
 FOREIGN = Batch(PeerId("peer-b"), 0, 3, (500, -700))
 
@@ -85,6 +89,35 @@ def test_a_joiner_trains_on_what_another_node_wrote(tmp_path: Path, kind: str) -
     joiner.write_base(again_handed)
     packed = (run_dir / base_folder.FOLDER / base_folder.PACKED).read_bytes()
     assert (again_handed / base_folder.PACKED).read_bytes() == packed, "a base goes on from hand to hand as it was"
+
+
+def test_a_base_that_the_run_does_not_name_is_refused_and_the_command_says_which_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, path = folder_spec(tmp_path, "fp32"), tmp_path / "run.toml"
+    path.write_text(plain.canonical())
+    assert check(path, base=True) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    digest = task(plain, tmp_path).ready().init_digest
+    assert line == f'digest = "{digest}"'
+    path.write_text(plain.canonical().replace("[model]\n", f"[model]\n{line}\n"))
+    assert check(path, base=True) == 0 and "is the one that model.digest names" in capsys.readouterr().out
+    named = load_spec(path)
+    assert named.run_id != plain.run_id and task(named, tmp_path).ready().init_digest == digest
+    other: Any = build_model(plain)
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-6
+    other.save_pretrained(tmp_path / "named")
+    with pytest.raises(RunMismatch, match=r"model\.digest names .*put the run's own files there, or none: then a peer"):
+        task(named, tmp_path, "peer-b")
+    with pytest.raises(RunMismatch, match=r"has the digest .*, and model\.digest names"):
+        check(path, base=True)
+    gasloc = replace(named, method="gasloc")
+    with pytest.raises(RunMismatch, match=r"put the run's own files there$"):
+        GaslocTask(setup(gasloc, tmp_path, "peer-c"), anonymous_file(), lambda what, share: None)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="has no base to name"):
+        check(path, base=True)
 
 
 def test_a_gguf_base_is_handed_over_as_plain_weights(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Peer:
 class Swarm:
     """Donors, and a joiner that sees them as `context` wants it; `received` is what its node notes."""
 
-    def __init__(self, home: Path, *peers: Peer, expect_peers: bool = True) -> None:
+    def __init__(self, home: Path, *peers: Peer, expect_peers: bool = True, named: str = "") -> None:
         self.run_dir = home / "run"
         self.peers = {PeerId(f"peer-{index}"): peer for index, peer in enumerate(peers)}
         self.scored: list[tuple[PeerId, str]] = []
@@ -66,6 +66,7 @@ class Swarm:
         )
         self.context: Any = SimpleNamespace(
             settings=settings,
+            spec=SimpleNamespace(model=SimpleNamespace(digest=named)),
             transport=self,
             view=self,
             facts=SimpleNamespace(enter=lambda *told: None, count=self.count),
@@ -261,6 +262,16 @@ def test_a_base_that_fewer_have_is_not_asked_for(tmp_path: Path) -> None:
     other = Peer(bytes(len(WEIGHTS)), digest="ab" * 32, messages=10**6)
     swarm = joined(Swarm(tmp_path, other, Peer(), Peer()))
     assert not other.asked and not swarm.scored
+
+
+@pytest.mark.parametrize("liars", [1, 3])
+def test_the_base_that_the_run_names_is_taken_whatever_others_announce(tmp_path: Path, liars: int) -> None:
+    lies = [Peer(bytes(len(WEIGHTS)), digest=blake3(bytes(len(WEIGHTS))).hexdigest(), messages=9) for _ in range(liars)]
+    swarm = joined(Swarm(tmp_path, *lies, Peer(), named=DIGEST))
+    assert not any(lie.asked for lie in lies) and swarm.journal[0]["digest"] == DIGEST
+    failed(Swarm(tmp_path / "b", *lies, named=DIGEST), NoDonor, "no trainer has the one that the run names")
+    masked = Peer(bytes(len(WEIGHTS)), messages=9)  # says it has the named one
+    assert joined(Swarm(tmp_path / "c", masked, Peer(), named=DIGEST)).scored == [(PeerId("peer-0"), "bad_base")]
 
 
 def test_a_swarm_of_one_and_a_swarm_without_trainers_say_what_is_missing(tmp_path: Path) -> None:

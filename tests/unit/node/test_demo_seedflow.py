@@ -63,6 +63,7 @@ async def test_the_run_stands_on_a_base_of_its_own(tmp_path: Path) -> None:
     assert made["steps"] > 0 and spec.seedflow.max_steps == FEWEST_STEPS, "no time is left for more"
     given = setup(spec, tmp_path, "node-1")
     task = SeedflowTask(given, anonymous_file(), lambda what, share: None)
+    assert task.ready().init_digest == spec.model.digest, "which the run names"
     assert task.evaluate().loss < 5.0, "the base has learnt something"
     assert len(task.steps(2, 0, 0, never).scalars) == 2
 

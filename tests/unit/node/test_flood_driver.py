@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from blake3 import blake3
 
 from peerloom.node.donor import manifest_of
+from peerloom.node.flood_agreement import MAX_BACK, Agreement
 from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_join import ask_hash, fetch_state, pack
 from peerloom.node.flood_log import FloodLog
@@ -25,7 +27,7 @@ from peerloom.protocol.errors import DigestMismatch, LimitExceeded, LinkError, M
 from peerloom.protocol.events import TimerFired
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, FloodEffect, FloodEvent, PeersSeen, Received
-from peerloom.protocol.flood_messages import Batch, Head, Segments, Snapshot
+from peerloom.protocol.flood_messages import Batch, HashQuery, Head, Segments, Snapshot
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
 from peerloom.protocol.services import FLOOD
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
@@ -270,6 +272,26 @@ async def test_a_late_joiner_gets_a_state_and_others_confirm_its_hash(nodes: lis
     assert await ask_hash(late.transport, two.record, unknown) == b""
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
+
+
+@pytest.mark.parametrize("beyond", [MAX_BACK, MAX_BACK + 1])
+async def test_a_hash_so_far_back_that_it_costs_a_run_is_not_worked_out(beyond: int) -> None:
+    worked = []
+
+    async def state_hash(without: list[Batch]) -> bytes:
+        worked.append(without)
+        return b"hash"
+
+    context: Any = SimpleNamespace(
+        facts=None, clock=SimpleNamespace(monotonic=lambda: 0.0), spec=SimpleNamespace(seedflow=None)
+    )
+    agreement = Agreement(context, SimpleNamespace(state_hash=state_hash))  # type: ignore[arg-type]
+    held: Any = SimpleNamespace(beyond=lambda heads: [Batch(PeerId("a"), 0, 0, (1,) * beyond)])
+    agreement._machine = held
+    answers: list[bytes] = []
+    driver: Any = SimpleNamespace(questions={"b": HashQuery(1, ())}, answer=lambda *told: answers.append(told[-1]))
+    await agreement._answer(driver)
+    assert answers == ([b"hash"] if beyond == MAX_BACK else [b""]) and len(worked) == (beyond == MAX_BACK)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,16 @@ import asyncio
 import math
 import struct
 from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from peerloom.node.donor import manifest_of
 from peerloom.node.joiner import FetchedState, Joiner
 from peerloom.node.memory_transport import MemoryTransport
+from peerloom.node.place import Held, Place
 from peerloom.node.virtual_time import run_virtual
 from peerloom.protocol.errors import NoDonor
 from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
@@ -111,3 +115,20 @@ def test_silence_costs_one_donor_half_of_the_time_and_all_of_them_all_of_it() ->
 def test_who_is_to_blame_for_a_state_of_several(donors: str, blamed: str) -> None:
     state = FetchedState(7, 70, bytearray(), 1.0, tuple(map(PeerId, donors)))
     assert state.to_blame() == tuple(blamed)
+
+
+@pytest.mark.parametrize(("named", "kind"), [("", "fetch"), ("aa" * 32, "fresh")])
+def test_who_began_from_another_model_than_the_run_names_leads_nobody(named: str, kind: str) -> None:
+    """Two of three nodes announce another theta_0: without a name they are the majority."""
+    facts = SimpleNamespace(round=0, init_digest="aa" * 32, layout_digest="L", started_at=1.0)
+    others = [replace(record(PeerId(name)), init_digest="bb" * 32, layout_digest="L") for name in "ab"]
+    context: Any = SimpleNamespace(
+        facts=facts,
+        clock=SimpleNamespace(monotonic=lambda: 0.0, wall=lambda: others[0].issued_at),
+        view=SimpleNamespace(believed=lambda: others, record_of=None, score=None, seen_s=lambda: {}),
+        transport=None,
+        progress=None,
+        spec=SimpleNamespace(model=SimpleNamespace(digest=named), gasloc=SimpleNamespace(max_round_skew=5)),
+    )
+    worker: Any = None
+    assert Place(context, worker, Held(0.0))._decide(resumed=False).kind == kind

@@ -222,6 +222,8 @@ def test_hostile_text_ends_in_a_sentence(source: str, problem: str) -> None:
 
 def values(item: Any, hint: Any) -> st.SearchStrategy[Any]:
     rule = item.metadata.get(RULE)
+    if item.name == "digest":
+        return st.just("")  # else it is hex and hangs on path and method
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if hint is bool:
@@ -286,6 +288,31 @@ def test_equal_specs_have_equal_text() -> None:
     assert RunSpec.from_toml("[train]\nclip_norm = 1\nweight_decay = -0.0\n").canonical() == floats.canonical()
 
 
+LATER = {"model.digest", "seedflow.version"}  # keys that came when there were runs already
+DIGEST = "0123456789abcdef" * 4
+
+
+def test_run_ids_of_texts_without_later_keys_stay_and_seedflows_are_new() -> None:
+    """An id is written in every invite, and names the folder in every home."""
+    assert RunSpec().run_id == "caf5c1e65c7ee7ae" and replace(RunSpec(), method="pipeline").run_id == "25251ec073f0d60c"
+    assert RunSpec.from_toml('[model]\ndigest = ""\n[seedflow]\nversion = 2\n').run_id == RunSpec().run_id
+    named = replace(RunSpec(), model=ModelSpec(path="hub/name", digest=DIGEST))
+    assert f'digest = "{DIGEST}"' in named.canonical() and named.run_id != RunSpec().run_id
+    assert RunSpec.from_toml(named.canonical()) == RunSpec.from_toml(named.template()) == named
+    flood = replace(RunSpec(), method="seedflow")
+    assert "\nversion = 2\n" in flood.canonical() and flood.run_id != "349e51d1ecd6ff95"
+
+
+@pytest.mark.parametrize("text", ["abc", DIGEST.upper(), DIGEST + "0", " " + DIGEST[1:]])
+def test_a_digest_is_64_hex_digits_and_no_pipelines(text: str) -> None:
+    with pytest.raises(SpecError, match=r"digest = .*must be empty or the 64 hex digits"):
+        ModelSpec(digest=text).check()
+    with pytest.raises(SpecError, match=r"digest = .*must be empty without a path"):
+        ModelSpec(digest=DIGEST).check()
+    with pytest.raises(SpecError, match=r"model\.digest = .*must be empty with method = \"pipeline\""):
+        RunSpec(method="pipeline", model=ModelSpec(path="hub/name", digest=DIGEST)).check()
+
+
 def test_canonical_holds_every_key_and_every_change_changes_the_run_id() -> None:
     flat = tomllib.loads(RunSpec().canonical())
     held = {
@@ -293,7 +320,7 @@ def test_canonical_holds_every_key_and_every_change_changes_the_run_id() -> None
         for k, v in flat.items()
         for n in (v if isinstance(v, dict) else [""])
     }
-    assert held == {key for key, _ in leaves(RunSpec)}
+    assert held == {key for key, _ in leaves(RunSpec)} - LATER
     ids = {RunSpec().run_id, replace(RunSpec(), seed=2).run_id, with_value(RunSpec(), "gasloc.eta", 0.9).run_id}
     assert len(ids) == 3 and all(len(run_id) == 16 and int(run_id, 16) >= 0 for run_id in ids)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peerloom.protocol.errors import SpecError
 from peerloom.protocol.limits import MAX_FLOOD_ORIGINS
 from peerloom.protocol.runspec import RunSpec
-from peerloom.protocol.spec_seedflow import MAX_SUM, SeedflowSpec
+from peerloom.protocol.spec_seedflow import MAX_SUM, NORMAL_LIMIT, SeedflowSpec
 from peerloom.protocol.spec_task import TaskSpec
 
 
@@ -16,7 +18,8 @@ from peerloom.protocol.spec_task import TaskSpec
     [
         (SeedflowSpec(scalar_bound=1e-6), "scalar_bound = 1e-06: scalar_bound * 2^fraction_bits must be from 1"),
         (SeedflowSpec(scalar_bound=2.0**20, fraction_bits=12), "must be from 1 to 2147483647"),
-        (SeedflowSpec(max_steps=10**8, period=10**6, scalar_bound=2.0**18), "max_steps = 100000000: must be at most 2"),
+        (SeedflowSpec(max_steps=10**8, period=10**6, scalar_bound=2.0**18), "= 100000000: must be at most 1894 with"),
+        (SeedflowSpec(version=1), "version = 1: must be an integer from 2 to 2"),
         (SeedflowSpec(period=1), "period = 1: must be at least 2 with max_steps = 5000"),
         (SeedflowSpec(rate_burst=4), "rate_burst = 4: must be at least flush_steps, which is 5"),
         (SeedflowSpec(trainable="("), "trainable = '(': must be a regular expression"),
@@ -38,10 +41,12 @@ def test_a_table_that_cannot_be_is_refused_with_the_remedy(
 
 def test_the_largest_run_that_checks_cannot_overflow_a_sum() -> None:
     limit = SeedflowSpec(scalar_bound=2.0**19, fraction_bits=11).scalar_limit()
-    most = MAX_SUM // (limit * MAX_FLOOD_ORIGINS)
+    most = MAX_SUM // (limit * NORMAL_LIMIT * MAX_FLOOD_ORIGINS)
     spec = SeedflowSpec(scalar_bound=2.0**19, fraction_bits=11, max_steps=most, period=10**6)
     spec.check()
-    assert spec.scalar_limit() * spec.max_steps * MAX_FLOOD_ORIGINS <= MAX_SUM
+    assert spec.scalar_limit() * NORMAL_LIMIT * spec.max_steps * MAX_FLOOD_ORIGINS <= MAX_SUM
+    with pytest.raises(SpecError, match="sums could pass 64 bits"):
+        replace(spec, max_steps=most + 1).check()
 
 
 def test_a_linear_decay_ends_at_zero() -> None:

@@ -8,9 +8,21 @@ from torch import Tensor, nn
 
 from peerloom.optim.subcge import MeZO, NotFinite, SubCGE
 from peerloom.optim.subcge_random import coordinates
+from peerloom.optim.subcge_small import NORMAL_BITS
 from tests.unit.optim.subcge.models import IDS, bits, equal, loss_of, tied
 
 SETTINGS = {"rank": 3, "period": 10, "eps": 1e-2, "lr": 1e-3, "run_seed": 5}
+
+
+def direction(flow: SubCGE, seed: int, period: int = 0) -> dict[str, Tensor]:
+    """Z of a seed, by tensor, made here from the places and the normals."""
+    places = coordinates(torch.tensor([seed]), flow._keys, 3)[0].tolist()
+    found = {
+        target.name: flow._weights.subspace(target, period).direction(place)
+        for target, place in zip(flow._matrices, places, strict=True)
+    }
+    parts = flow._layout.split(flow._layout.normals(seed))
+    return found | {target.name: part for target, part in zip(flow._small, parts, strict=True)}
 
 
 def make(model: nn.Module, **changes: object) -> SubCGE:
@@ -60,26 +72,28 @@ def test_the_scalar_is_the_slope_along_the_direction() -> None:
     for seed in range(5):
         model.zero_grad()
         loss_of(model).backward()
-        places = coordinates(torch.tensor([seed]), flow._keys, 3)[0].tolist()
-        slope = sum(
-            float((target.parameter.grad * flow._weights.subspace(target, 0).direction(place)).sum())
-            for target, place in zip(flow._targets, places, strict=True)
-        )
+        z = direction(flow, seed)
+        assert set(z) == set(flow.names)
+        slope = sum(float((one.grad * z[name]).sum()) for name, one in model.named_parameters() if one.grad is not None)
         assert flow.estimate(lambda: loss_of(model), seed) / 2**16 == pytest.approx(slope, rel=0.02, abs=0.02)
 
 
 @pytest.mark.parametrize("step", [0, 12])
 def test_a_message_moves_every_tensor_by_lr_times_its_scalar_along_its_own_direction(step: int) -> None:
-    """One coordinate a tensor, in the subspace of the message's step, whoever sent it."""
+    """One coordinate a matrix, in the subspace of the message's step, and a Gaussian elsewhere, whoever sent it."""
     model = tied()
     flow = make(model, lr=0.25)
     flow.advance(15)
     flow.apply([(3, 9, step, 3 * 2**16)])
-    places = coordinates(torch.tensor([flow.seed_of(3, 9)]), flow._keys, 3)[0].tolist()
-    for target, place, before in zip(flow._targets, places, tied().parameters(), strict=True):
-        z = flow._weights.subspace(target, step // 10).direction(place)
-        torch.testing.assert_close(target.parameter.detach(), before.detach() - 0.25 * 3 * z, rtol=1e-5, atol=1e-5)
-    assert len(set(places)) > 1
+    z = direction(flow, flow.seed_of(3, 9), step // 10)
+    before = dict(tied().named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = before[name].detach() - 0.25 * 3 * z[name]
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-5)
+    for name in ("hidden.bias", "norm.weight", "norm.bias"):  # and exactly so where one rounding is all there is
+        exact = before[name].detach() - (0.75 * z[name].double()).float()
+        assert torch.equal(model.get_parameter(name).detach(), exact)
+        assert not (z[name] * 2**NORMAL_BITS % 1).any()
 
 
 def test_only_what_the_regex_finds_moves() -> None:

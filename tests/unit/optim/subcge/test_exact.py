@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerloom.optim.subcge import SCALAR_LIMIT, Message, SubCGE
+from peerloom.optim.subcge_small import NORMAL_LIMIT
 from tests.unit.optim.subcge.models import Tied, bits, equal, tied
 
 PERIOD = 5
+NO_ROOM = (2**63 - 1) // (100 * NORMAL_LIMIT)  # the most that a run with scalars up to 100 takes; one more is refused
 MESSAGES = st.lists(
     st.builds(
         Message,
@@ -120,26 +122,33 @@ def test_stores_may_be_given_and_are_used() -> None:
     node.apply([Message(0, 0, 0, 10**9)])
     node.advance(PERIOD)
     assert equal(list(base.values()), bits(tied()))
-    assert equal(list(anchor.values()), bits(model))
+    matrices = [name for name, tensor in base.items() if tensor.dim() > 1]
+    assert equal([anchor[name] for name in matrices], [model.get_parameter(name) for name in matrices])
+    assert len(matrices) == len(node.matrices) == 3
 
 
 def test_no_sum_can_overflow() -> None:
     node = flow(tied(), bound=2**31 - 1)
     capacity = node.state.capacity
-    assert capacity * (2**31 - 1) <= 2**63 - 1 < (capacity + 1) * (2**31 - 1)
+    most = (2**31 - 1) * NORMAL_LIMIT  # what one message adds to an element, at most
+    assert capacity * most <= 2**63 - 1 < (capacity + 1) * most
     state = node.export_state()
     full = {
         "periods": torch.tensor([0]),
         "counts": torch.tensor([capacity]),
         "sums": torch.full((1, *state["sums"].shape[1:]), capacity * (2**31 - 1)),
+        "small": torch.full_like(state["small"], -capacity * (2**31 - 1) * NORMAL_LIMIT),
     }
     node.load_state(full)
     before = node.state_hash()
-    with pytest.raises(OverflowError, match="period 0"):
-        node.apply([Message(0, 1, PERIOD, 5), Message(0, 0, 0, 1)])
+    with pytest.raises(OverflowError, match="the run has taken"):
+        node.apply([Message(0, 1, PERIOD, 5)])
     assert node.state_hash() == before
+    half = {"counts": torch.tensor([capacity - 1]), "sums": full["sums"] // 2, "small": full["small"] // 2}
+    node.load_state(full | half)
     node.apply([Message(0, 1, PERIOD, 5)])
-    assert node.state_hash() != before
+    with pytest.raises(OverflowError, match="the run has taken"):
+        node.apply([Message(0, 2, PERIOD, 5)])
 
 
 @pytest.mark.parametrize(
@@ -179,8 +188,13 @@ def damaged(state: dict[str, torch.Tensor], name: str, value: torch.Tensor | Non
         ("counts", torch.tensor([1, 0])),
         ("counts", torch.tensor([1, 2**62])),
         ("sums", torch.zeros(2, 1, 3, 3, dtype=torch.int64)),
-        ("sums", torch.full((2, 6, 3, 3), 101)),
-        ("sums", torch.full((2, 6, 3, 3), -(2**63))),
+        ("counts", torch.tensor([1, NO_ROOM])),
+        ("sums", torch.full((2, 3, 3, 3), 101)),
+        ("sums", torch.full((2, 3, 3, 3), -(2**63))),
+        ("small", None),
+        ("small", torch.zeros(17, dtype=torch.int64)),
+        ("small", torch.full((18,), 200 * NORMAL_LIMIT + 1)),
+        ("small", torch.full((18,), -(2**63))),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(name: str, value: torch.Tensor | None) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from peerloom.optim.subcge import Subspace
 from peerloom.optim.subcge_subspace import folded_shape
 
-SHAPES = [(5, 7), (9,), (4, 3, 2), ()]
+SHAPES = [(5, 7), (9, 1), (4, 3, 2)]
 
 
 @settings(max_examples=30, deadline=None)
@@ -35,7 +35,7 @@ def test_one_product_is_the_sum_of_rank_one_updates(
     torch.testing.assert_close(total.view(shape).double(), expected, rtol=1e-5, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("shape", [(12, 8), (40,)])
+@pytest.mark.parametrize("shape", [(12, 8)])
 def test_estimates_are_unbiased_over_subspaces(shape: tuple[int, ...]) -> None:
     """E[<G, Z> Z] = G: cosine and length, with no scale beside MeZO's."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_periods_seeds_and_sides_are_apart() -> None:
     assert not torch.equal(first.left, first.right)
 
 
-@pytest.mark.parametrize(("shape", "rank"), [((3, 3), 0), ((0, 3), 2), ((0,), 2)])
+@pytest.mark.parametrize(("shape", "rank"), [((3, 3), 0), ((0, 3), 2), ((3,), 2), ((), 2)])
 def test_what_is_no_subspace(shape: tuple[int, ...], rank: int) -> None:
     with pytest.raises(ValueError, match="rank"):
         Subspace(shape, rank, 0, 0)
