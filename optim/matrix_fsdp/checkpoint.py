@@ -1,4 +1,4 @@
-"""A sharded model as whole tensors by name, apart from its plan: what one world size saves another takes up."""
+"""What a rank saves of a sharded model: whole tensors by name, apart from its plan, for any world size to take up."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from peerloom.optim.matrix_fsdp.links import Links
 from peerloom.optim.matrix_fsdp.optimizers import OwnerOptimizer
-from peerloom.optim.matrix_fsdp.runtime import Owned, holdings, sharding_of, whole_shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one rank is to write: whole parameters by name, and optimizer tensors by "parameter/what"."""
-
-    parameters: dict[str, Tensor]
-    moments: dict[str, Tensor]
+from peerloom.optim.matrix_fsdp.runtime import Owned, holdings, sharding_of
 
 
 class Reader(Protocol):
@@ -29,22 +21,12 @@ class Reader(Protocol):
     def read(self, key: str, first: int = 0, rows: int | None = None) -> Tensor: ...
 
 
-def owned_share(model: nn.Module, optimizer: OwnerOptimizer | None) -> Share:
-    """This rank's share; every rank must call it, since rows of spread parameters are brought together on one of them.
-
-    The shares of all ranks are disjoint and hold every parameter once, under its first name. Raises RankLost.
-    """
-    parameters = {owned.name: owned.parameter.detach() for owned in holdings(model) if owned.is_whole}
-    for name, holders in _spread(model).items():
-        for held in holders.here:
-            whole = holders.bring(held.parameter.detach())
-            if whole is not None:
-                parameters[name] = whole
-    return Share(parameters=parameters, moments=owned_moments(model, optimizer))
-
-
 def owned_moments(model: nn.Module, optimizer: OwnerOptimizer | None) -> dict[str, Tensor]:
-    """The optimizer tensors of this rank's share, for a caller that has the parameters elsewhere; as `owned_share`."""
+    """This rank's share of the optimizer's tensors, whole, by "parameter/what".
+
+    Every rank must call it, since rows of spread parameters are brought together on one of them; the shares of all
+    ranks are disjoint. Raises RankLost.
+    """
     moments: dict[str, Tensor] = {}
     for owned in holdings(model):
         if owned.is_whole:
@@ -60,31 +42,19 @@ def owned_moments(model: nn.Module, optimizer: OwnerOptimizer | None) -> dict[st
 
 
 def written_here(model: nn.Module) -> list[str]:
-    """Names of the parameters in this rank's share, without a word to the others."""
+    """Names of the parameters whose tensors are in this rank's share, without a word to the others.
+
+    Those of all ranks are every parameter once, under its first name.
+    """
     whole = [owned.name for owned in holdings(model) if owned.is_whole]
     return whole + [name for name, holders in _spread(model).items() if holders.writes]
 
 
-def take_up(
-    model: nn.Module, optimizer: OwnerOptimizer | None, parameters: Reader, moments: Reader, kept: Iterable[str]
-) -> None:
-    """Fills what is here of `model`, and the state of `optimizer`, from whole tensors; no rank needs another for it.
-
-    `kept` are the keys of `moments`, "parameter/what". Raises KeyError for a parameter that is not there, ValueError,
-    naming it, for one of another shape; nothing is changed then.
-    """
-    for name, shape in whole_shapes(model).items():
-        if (there := parameters.shape(name)) != shape:
-            raise ValueError(f"{name} has shape {there} in the checkpoint and {shape} in the model")
-    with torch.no_grad():
-        for owned in holdings(model):
-            owned.parameter.copy_(_part(parameters, owned.name, owned))
-    if optimizer is not None:
-        take_up_moments(model, optimizer, moments, kept)
-
-
 def take_up_moments(model: nn.Module, optimizer: OwnerOptimizer, moments: Reader, kept: Iterable[str]) -> None:
-    """The optimizer's part of `take_up`: what it had is gone."""
+    """Fills the state of `optimizer` as far as it is owned here; what it had is gone. No rank needs another for it.
+
+    `kept` are the keys of `moments`, "parameter/what".
+    """
     states: dict[str, list[str]] = {}
     for key in kept:
         states.setdefault(key.rsplit("/", 1)[0], []).append(key)

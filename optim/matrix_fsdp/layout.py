@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peerloom.optim.matrix_fsdp.planner import Piece, UnitPlan
+
+ALONE_FROM = 1 << 17  # elements, half a MiB of fp32: below it one more message takes longer than a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,20 @@ class Extent:
     full_start: int
     owned_start: int
     numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """Pieces of one owner that lie one after the other in its memory, `numel` elements of them."""
+
+    owner: int
+    pieces: tuple[Piece, ...]
+    owned_start: int
+    numel: int
+
+    def with_next(self, piece: Piece) -> Parcel:
+        """One more, which lies after the last."""
+        return replace(self, pieces=(*self.pieces, piece), numel=self.numel + piece.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +47,19 @@ class UnitLayout:
     def of(self, rank: int) -> list[Extent]:
         """The extents of one owner, in the order of its memory."""
         return [extent for extent in self.extents if extent.owner == rank]
+
+    def parcels(self) -> tuple[Parcel, ...]:
+        """All pieces as they travel to their owners: a large one alone, from where it lies; small neighbours as one."""
+        found: list[Parcel] = []
+        for owner, held in enumerate(self.owned):
+            small = False
+            for piece, inside in ((piece, inside) for piece, inside in held if piece.numel):
+                was_small, small = small, piece.numel < ALONE_FROM
+                if was_small and small:
+                    found[-1] = found[-1].with_next(piece)
+                else:
+                    found.append(Parcel(owner=owner, pieces=(piece,), owned_start=inside, numel=piece.numel))
+        return tuple(found)
 
 
 def lay_out(unit: UnitPlan, names: Collection[str]) -> UnitLayout:

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 
-_TAG, _NEVER_SENT = 1, 2
+_TAG, _NEVER_SENT = 1, (8, 9)  # an even and an odd tag: see `Wires`
 _AT_ONCE = timedelta(milliseconds=1)
 _lifelines: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lifeline]] = WeakKeyDictionary()
 
@@ -67,11 +67,12 @@ def lifeline_of(ranks: Sequence[int], timeout: timedelta) -> Lifeline:
 def sever(group: dist.ProcessGroup) -> None:
     """Closes the connections of a gloo group, so that whoever waits in it fails at once."""
     nothing = torch.empty(1)
-    for peer in range(dist.get_world_size(group)):
-        if peer == dist.get_rank(group):
+    for peer in range(group.size()):
+        if peer == group.rank():
             continue
-        try:
-            word: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_NEVER_SENT)
-            word.wait(_AT_ONCE)  # what runs into a time-out closes all connections of its group
-        except RuntimeError:
-            continue
+        for tag in _NEVER_SENT:
+            try:
+                word: Any = group.recv([nothing], peer, tag)
+                word.wait(_AT_ONCE)  # what runs into a time-out closes all connections of its kind
+            except RuntimeError:
+                continue

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
-from peerloom.optim.matrix_fsdp.layout import Extent, UnitLayout
+from peerloom.optim.matrix_fsdp.layout import Extent, Parcel
 from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
+from peerloom.optim.matrix_fsdp.wires import Wires
 
 FanOut = Literal["p2p", "broadcast"]
 FAN_OUTS: dict[str, FanOut] = {"gloo": "p2p", "nccl": "p2p"}
@@ -38,16 +39,23 @@ class Traffic:
 
 
 class Pending:
-    """Transfers under way, each with the rank at its other end, None for a collective's."""
+    """Transfers under way, each with the rank at its other end, None for a collective's; the first `incoming` bring."""
 
-    def __init__(self, links: Links, what: str, works: list[tuple[int | None, Any]]) -> None:
+    def __init__(self, links: Links, what: str, works: list[tuple[int | None, Any]], incoming: int = 0) -> None:
         self._links = links
         self._what = what
-        self._works = works
+        self._works, self._incoming = works, incoming
 
     def wait(self) -> None:
         """Returns when all are done; raises RankLost, naming who does not answer any more."""
-        works, self._works = self._works, []
+        self._wait(len(self._works))
+
+    def wait_for_incoming(self) -> None:
+        """Returns when all is here that others send, though they may not have what is sent to them; as `wait`."""
+        self._wait(self._incoming)
+
+    def _wait(self, count: int) -> None:
+        works, self._works, self._incoming = self._works[:count], self._works[count:], 0
         deadline = self._links.deadline()
         for peer, work in works:
             try:
@@ -60,9 +68,9 @@ class Links:
     """The links of one shard group; ranks are ranks in the group, but those that errors name: as `ranks` has them.
 
     Everything is point to point, where every byte is counted; with `fan_out="broadcast"` segments travel in one
-    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `timeout`, which
-    may be changed, bounds each wait on gloo, to the sentence that names who is lost; NCCL's own watchdog applies the
-    group's.
+    broadcast an owner instead. Transfers of a group are started in the same order on all its ranks. `wires`, once there
+    are any, carry what goes from point to point. `timeout`, which may be changed, bounds each wait on gloo, to the
+    sentence that names who is lost; NCCL's own watchdog applies the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, fan_out: FanOut) -> None:
@@ -71,6 +79,7 @@ class Links:
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
         self.group = group
+        self.wires: Wires | None = None
         self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
@@ -111,18 +120,22 @@ class Links:
                     self.traffic.gather_received += part.nbytes
         return self._start(ops, what)
 
-    def fan_in(self, layout: UnitLayout, full: Tensor, inbox: Sequence[Tensor], tag: int, what: str) -> Pending:
-        """Sends each extent of `full` to its owner; `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ..."""
+    def fan_in(
+        self, parcels: Sequence[Parcel], parts: Sequence[Tensor], inbox: Sequence[Tensor], tag: int, what: str
+    ) -> Pending:
+        """Sends each of `parts`, the content of a parcel, to its owner.
+
+        `inbox`, W - 1 times (owned,), is from rank + 1, rank + 2, ...
+        """
         ops: list[_Op] = []
         for distance in range(1, self.world_size):
             to, source = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            for at, extent in enumerate(layout.extents):
-                if extent.owner == to:
-                    part = full[extent.full_start : extent.full_start + extent.numel]
+            for at, (parcel, part) in enumerate(zip(parcels, parts, strict=True)):
+                if parcel.owner == to:
                     ops.append(_Op("send", part, to, tag + at))
                     self.traffic.reduce_sent += part.nbytes
-                elif extent.owner == self.rank:
-                    place = inbox[distance - 1][extent.owned_start : extent.owned_start + extent.numel]
+                elif parcel.owner == self.rank:
+                    place = inbox[distance - 1][parcel.owned_start : parcel.owned_start + parcel.numel]
                     ops.append(_Op("recv", place, source, tag + at))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)
@@ -165,7 +178,8 @@ class Links:
     def begun(self, what: str, collectives: Callable[[], list[Any]]) -> Pending:
         """What `collectives` starts; raises RankLost."""
         try:
-            return Pending(self, what, [(None, work) for work in collectives()])
+            works: list[tuple[int | None, Any]] = [(None, work) for work in collectives()]
+            return Pending(self, what, works, len(works))
         except RuntimeError as error:
             raise self.loss([], what, error) from error
 
@@ -178,18 +192,25 @@ class Links:
         self.traffic.messages += 1
         return dist.broadcast(part, group=self.group, async_op=True, group_src=extent.owner)
 
+    def _begin(self, op: _Op) -> Any:
+        """Past torch.distributed's functions, whose checks take longer than a small transfer."""
+        if self.wires is not None:
+            return self.wires.begin(op.kind, op.part, op.peer, op.tag)
+        return (self.group.send if op.kind == "send" else self.group.recv)([op.part], op.peer, op.tag)
+
     def _start(self, ops: list[_Op], what: str) -> Pending:
         if not ops:
             return Pending(self, what, [])
         self.traffic.messages += len(ops)
         ops.sort(key=_receives_first)  # what is awaited is sent without asking
         try:
-            works = [op.begin(self.group) for op in ops] if self.on_gloo else _begin_as_one(ops, self.group)
+            works = [self._begin(op) for op in ops] if self.on_gloo else _begin_as_one(ops, self.group)
         except RuntimeError as error:
             raise self.loss(sorted({op.peer for op in ops}), what, error) from error
         if len(works) == len(ops):
-            return Pending(self, what, [(op.peer, work) for op, work in zip(ops, works, strict=True)])
-        return Pending(self, what, [(None, work) for work in works])  # NCCL: one for the whole batch
+            incoming = sum(op.kind == "recv" for op in ops)
+            return Pending(self, what, [(op.peer, work) for op, work in zip(ops, works, strict=True)], incoming)
+        return Pending(self, what, [(None, work) for work in works], len(works))  # NCCL: one for the whole batch
 
 
 @dataclass(slots=True)
@@ -200,10 +221,6 @@ class _Op:
     part: Tensor
     peer: int
     tag: int
-
-    def begin(self, group: dist.ProcessGroup) -> Any:
-        """Past torch.distributed's functions, whose checks take longer than a small transfer."""
-        return (group.send if self.kind == "send" else group.recv)([self.part], self.peer, self.tag)
 
 
 def _receives_first(op: _Op) -> bool:

@@ -28,8 +28,11 @@ def needed(
         alone = plan.world_size == 1 and dtype.forward == dtype.rest  # what rests is the full buffer
         full.append(0 if alone else unit.numel * dtype.forward.itemsize)
         reducing.append(_reducing(unit, trained, dtype, rank))
-        gradients = [found.parameter.numel() for found in modules.found if found.name in trained]
-        largest = max(largest, dtype.forward.itemsize * max(gradients, default=0))  # as autograd hands it over
+        if dtype.reduce != dtype.forward:  # as autograd hands it over, beside what travels
+            gradients = [found.parameter.numel() for found in modules.found if found.name in trained]
+            largest = max(largest, dtype.forward.itemsize * max(gradients, default=0))
+        packed = [parcel.numel for parcel in lay_out(unit, trained).parcels() if len(parcel.pieces) > 1]
+        largest = max(largest, dtype.reduce.itemsize * max(packed, default=0))  # a copy beside what it is made of
     at_once = 2 if reshard_after_forward else REDUCTIONS_KEPT + 1
     blocks = []
     for block in range(1, len(full)):

@@ -57,22 +57,8 @@ class OwnerOptimizer(Optimizer):
                 return
         raise KeyError(self.names.get(parameter, "a parameter of another model"))
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Learning rate, decay and the like of each group: the same on every rank, plain values only."""
-        plain = (bool, int, float, str, tuple, type(None))
-        return [{key: v for key, v in group.items() if isinstance(v, plain)} for group in self.param_groups]
-
-    def take_settings(self, groups: list[dict[str, Any]]) -> None:
-        """Takes up what `settings` gave, lists for tuples allowed; ValueError when the groups are other ones."""
-        if len(groups) != len(self.param_groups):
-            raise ValueError(f"the optimizer has {len(self.param_groups)} groups of parameters, not {len(groups)}")
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            if unknown := saved.keys() - group.keys() - {"initial_lr"}:
-                raise ValueError(f"the optimizer has no {sorted(unknown)[0]}: it is another one")
-            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
-
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank alone and bound to this plan; `checkpoint.owned_share` gives what any plan can take up."""
+        """Of this rank alone and bound to this plan; `checkpoint.owned_moments` gives what any plan can take up."""
         return {"matrix": self.matrix.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp.agreement import agree
 from peerloom.optim.matrix_fsdp.links import Links, Traffic
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
-from peerloom.optim.matrix_fsdp.spares import Spares
 from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
 from peerloom.optim.matrix_fsdp.unit import Unit
 
@@ -45,13 +43,11 @@ class ShardedModel:
     """A model whose parameters rest on their owners; call the model itself, as before."""
 
     def __init__(
-        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], groups: list[Links], spares: Spares, *,
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], links: Links, *,
         reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
     ) -> None:  # fmt: skip
-        self.model, self.plan, self.units, self.links = model, plan, units, groups[0]
-        self.replica_rank = groups[1].rank if len(groups) > 1 else 0
+        self.model, self.plan, self.units, self.links = model, plan, units, links
         self.outer = outer  # embeddings and head: AdamW's
-        self._groups, self._spares = groups, spares
         self._reshard, self._mp = reshard_after_forward, mp
         self._in_backward = False
         self._sync = True
@@ -87,10 +83,6 @@ class ShardedModel:
             for unit in self.units
             for name, piece in unit.pieces.items()
         ]
-
-    def tell(self, problem: str = "") -> None:
-        """Waits until all ranks have come here; raises ShardingError on all when one brings a problem. RankLost."""
-        agree(self._groups, self.device, {}, problem)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -138,17 +130,18 @@ class ShardedModel:
         return hook
 
     def _open(self, index: int, towards: int) -> None:
-        """Opens a unit and starts to gather the one that comes after it, or all where all are to stay open."""
-        self.units[index].open()
-        if index == 0 and towards > 0 and not self._reshard and torch.is_grad_enabled():
-            for unit in self.units:
-                unit.start_open()
-            return
+        """Opens a unit; before that starts to gather the one that comes after it, or all where all are to stay open."""
+        unit = self.units[index]
+        unit.start_open()
         following = index + towards
         if towards < 0 and index == 0:
             following = len(self.units) - 1
-        if 0 <= following < len(self.units) and following != index and not (towards < 0 and following == 0):
+        if index == 0 and towards > 0 and not self._reshard and torch.is_grad_enabled():
+            for each in self.units:
+                each.start_open()
+        elif 0 <= following < len(self.units) and following != index and not (towards < 0 and following == 0):
             self.units[following].start_open()
+        unit.open()
 
     def _reset(self) -> None:
         """Closes what an unfinished pass left open: its values may be old by now, its gradients are not whole."""
@@ -156,7 +149,6 @@ class ShardedModel:
             unit.close()
             if self._in_backward:
                 unit.drop_gradients()
-        self._spares.clear()
         self._in_backward, self._reducing = False, []
 
     # ---- backward
@@ -214,7 +206,6 @@ class ShardedModel:
                     self._reduce(unit)
             while self._reducing:
                 self._reducing.pop(0).finish_reduce()
-        self._spares.clear()
         for unit in self.units:
             unit.close()
 

@@ -21,8 +21,8 @@ from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
-from peerloom.optim.matrix_fsdp.spares import Spares
 from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
+from peerloom.optim.matrix_fsdp.wires import wires_of
 
 
 def matrix_fully_shard(
@@ -71,14 +71,13 @@ def matrix_fully_shard(
     assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
     outer = frozenset(outer_matrices(model))
     replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if len(groups) > 1 else None
-    spares = Spares()
     made = [
-        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas, spares)
+        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas)
         for index, unit in enumerate(units)
     ]
     _move_buffers(model, device)
     return ShardedModel(
-        model, plan, made, groups, spares, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+        model, plan, made, groups[0], reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
     )
 
 
@@ -123,8 +122,12 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
             _set_pg_timeout(links.timeout, links.group)
     if mesh.size() > 1 and dist.is_gloo_available():
         lifeline = lifeline_of(mesh.mesh.flatten().tolist(), groups[0].timeout)
+        if groups[0].on_gloo and groups[0].world_size > 1:
+            groups[0].wires = wires_of(groups[0].group, groups[0].timeout)
+        carrying = [links.group for links in groups if links.on_gloo]
+        carrying += [links.wires.group for links in groups if links.wires is not None]
         for links in groups:
-            links.watch_over(lifeline, [each.group for each in groups if each.on_gloo])
+            links.watch_over(lifeline, carrying)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp.layout import lay_out
+from peerloom.optim.matrix_fsdp.layout import Parcel, lay_out
 from peerloom.optim.matrix_fsdp.links import Links, Pending, ReplicaLinks, flat
 from peerloom.optim.matrix_fsdp.modules import UnitModules
 from peerloom.optim.matrix_fsdp.planner import Piece, Shape, UnitPlan, numel
-from peerloom.optim.matrix_fsdp.spares import Spares
 
 _TAGS_A_UNIT = 1 << 12  # more than a unit has extents
 _FIRST_TAG = 16
+_CPU_CHUNK = 1 << 15  # elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class Unit:
 
     def __init__(
         self, index: int, modules: UnitModules, plan: UnitPlan, dtypes: Dtypes, device: torch.device, links: Links,
-        replicas: ReplicaLinks | None, spares: Spares,
+        replicas: ReplicaLinks | None,
     ) -> None:  # fmt: skip
-        self.name, self.module, self.plan, self._spares = plan.name, modules.module, plan, spares
+        self.name, self.module, self.plan = plan.name, modules.module, plan
         self._links, self._replicas, self._dtypes, self.device = links, replicas, dtypes, device
         self._places = {found.name: found.places for found in modules.found}
         self.trainable = {found.name for found in modules.found if found.parameter.requires_grad}
@@ -65,11 +65,11 @@ class Unit:
         modules.found.clear()  # the whole parameters go as soon as their modules have let go of them
         self._gathering: Pending | None = None
         self._filled = False
-        self._gradients: Tensor | None = None
-        self._views: dict[str, Tensor] = {}  # of them, a whole parameter's each
+        self._parcels = self.grad_layout.parcels()
+        self._gradients: dict[str, Tensor] = {}  # whole ones, as autograd has handed them over
+        self._parts: list[Tensor] = []  # of them, a parcel's each
         self._inbox: list[Tensor] = []
         self._reducing: Pending | None = None
-        self._written: set[str] = set()
         self.close()
 
     @property
@@ -100,13 +100,12 @@ class Unit:
         """Puts the whole parameters in their modules. Raises RankLost."""
         self.start_open()
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+            self._gathering.wait_for_incoming()
         self._install(self.whole)
 
     def close(self) -> None:
-        """Puts the own pieces back in the modules and frees the full buffer."""
-        if self._gathering is not None:  # prefetched and not used: still under way
+        """Puts the own pieces back in the modules and frees the full buffer. Raises RankLost."""
+        if self._gathering is not None:  # others may be behind, or this one was prefetched and not used
             self._gathering.wait()
             self._gathering = None
         self._install(self.sharded)
@@ -126,13 +125,14 @@ class Unit:
         """Sends every gradient to its owner; what no backward pass has reached counts as zero."""
         if self._reducing is not None or not self.trainable:
             return
-        full = self._full_gradients()
-        for name in self.trainable - self._written:
-            self._views[name].zero_()
+        for name in self.trainable - self._gradients.keys():
+            self._gradients[name] = torch.zeros_like(self.whole[name], dtype=self._dtypes.reduce)
+        self._parts = [self._part(parcel) for parcel in self._parcels]
+        self._gradients = {}
         mine = self.grad_layout.owned_numel[self._links.rank]
-        self._inbox = [full.new_empty(mine) for _ in range(self._links.world_size - 1)]
+        self._inbox = [flat(mine, self._dtypes.reduce, self.device) for _ in range(self._links.world_size - 1)]
         self._reducing = self._links.fan_in(
-            self.grad_layout, full, self._inbox, self._tag + _TAGS_A_UNIT, f"reducing {self.name}"
+            self._parcels, self._parts, self._inbox, self._tag + _TAGS_A_UNIT, f"reducing {self.name}"
         )
 
     def finish_reduce(self) -> None:
@@ -143,14 +143,13 @@ class Unit:
         if self._reducing is None:
             return
         self._reducing.wait()
-        total = self._sum_in_rank_order()
-        self._forget_gradients()
-        ranks = self._links.world_size
-        if self._replicas is not None:
-            ranks *= self._replicas.world_size
+        if self._replicas is None:
+            total = self._sum_in_rank_order(by=self._links.world_size)
+        else:
+            total = self._sum_in_rank_order(by=1)
             self._replicas.start_sum(total, f"reducing {self.name}").wait()
-        if ranks > 1:
-            total.div_(ranks)
+            total.div_(self._links.world_size * self._replicas.world_size)
+        self._forget_gradients()
         total = total.to(self._dtypes.rest)
         for piece, start in self.grad_layout.owned[self._links.rank]:
             if piece.numel:
@@ -213,52 +212,56 @@ class Unit:
         def take(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # ours: autograd has just accumulated it
-            self._full_gradients()
-            place = self._views[name]
-            if name in self._written:
-                place.add_(gradient)
+            gradient = gradient.to(self._dtypes.reduce)
+            if name in self._gradients:
+                self._gradients[name].add_(gradient)
             else:
-                place.copy_(gradient)
-            self._written.add(name)
+                self._gradients[name] = gradient
             parameter.grad = None
             then(name)
 
         return take
 
-    def _full_gradients(self) -> Tensor:
-        if self._gradients is None:
-            layout = self.grad_layout
-            self._gradients = self._spares.take(layout.numel, self._dtypes.reduce, self.device)
-            sizes = [self.whole[name].numel() for name in layout.starts]  # in the order of the buffer
-            parts = zip(layout.starts, torch.split(self._gradients, sizes), strict=True)
-            self._views = {name: part.view(self.whole[name].shape) for name, part in parts}
-        return self._gradients
+    def _part(self, parcel: Parcel) -> Tensor:
+        """Its content, flat: of a single piece without a copy."""
+        parts = []
+        for piece in parcel.pieces:
+            gradient = self._gradients[piece.name]
+            begin = piece.first_row * numel(piece.shape[1:])
+            parts.append(gradient.reshape(-1)[begin : begin + piece.numel])
+            if piece.numel == gradient.numel():
+                del self._gradients[piece.name]  # no more than a parcel is there twice
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _sum_in_rank_order(self) -> Tensor:
-        """The sum, in `Dtypes.sum`; in one order whatever rank adds, so that it is the same bit for bit."""
-        rank, world_size, dtype = self._links.rank, self._links.world_size, self._dtypes.sum
-        full = self._full_gradients()
+    def _sum_in_rank_order(self, by: int) -> Tensor:
+        """The sum, in `Dtypes.sum`, divided; in one order whatever rank adds, so that it is the same bit for bit."""
+        rank, world_size = self._links.rank, self._links.world_size
+        mine = [(each, part) for each, part in zip(self._parcels, self._parts, strict=True) if each.owner == rank]
         if world_size == 1:
-            return full.to(dtype)
+            return torch.cat([part for _, part in mine]).to(self._dtypes.sum)
         # what came from the lowest other rank takes up the rest; on rank 0 the first two change places: a + b = b + a
         rows = {(rank + distance) % world_size: row for distance, row in enumerate(self._inbox, 1)}
-        first = 1 if rank == 0 else 0
-        total = rows[first].to(dtype)
-        for source in range(world_size):
-            if source == rank:
-                for extent in self.grad_layout.of(rank):
-                    mine = full[extent.full_start : extent.full_start + extent.numel]
-                    total[extent.owned_start : extent.owned_start + extent.numel].add_(mine)
-            elif source != first:
-                total.add_(rows[source])
+        total = rows.pop(1 if rank == 0 else 0).to(self._dtypes.sum)
+        for parcel, part in mine:
+            for begin, end in _chunks(parcel.numel, self.device):
+                place = slice(parcel.owned_start + begin, parcel.owned_start + end)
+                addends = {source: row[place] for source, row in rows.items()} | {rank: part[begin:end]}
+                into = total[place]
+                for source in sorted(addends):
+                    into.add_(addends[source])
+                if by > 1:
+                    into.div_(by)
         return total
 
     def _forget_gradients(self) -> None:
-        if self._gradients is not None and self._links.world_size > 1:  # alone, it has become the sum
-            self._spares.give(self._gradients)
-        self._gradients = self._reducing = None
-        self._inbox, self._views = [], {}
-        self._written = set()
+        self._gradients, self._reducing = {}, None
+        self._parts, self._inbox = [], []
+
+
+def _chunks(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """(begin, end) of runs of elements: on the CPU as many as stay in its cache while all ranks' are added up."""
+    size = _CPU_CHUNK if device.type == "cpu" else max(1, count)
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -191,16 +191,20 @@ class OwnersOfReplicas(Replicated):
         self.of = [
             [p for p, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(self.world_size)
         ]
+        self.sizes = [sum(parameter.numel() for parameter in owned) for owned in self.of]
         self.muon = Muon([{"params": self.of[self.rank]}], LR, DECAY, MOMENTUM)
         self.adamw = _adamw(model)
         return parallel
 
     def optimize(self) -> None:
         super().optimize()
-        flats = [torch.cat([parameter.detach().flatten() for parameter in owned]) for owned in self.of]
+        mine = torch.cat([parameter.detach().flatten() for parameter in self.of[self.rank]])
+        flats = [mine if rank == self.rank else mine.new_empty(size) for rank, size in enumerate(self.sizes)]
         works = [dist.broadcast(f, group=self.group, async_op=True, group_src=r) for r, f in enumerate(flats)]
-        for owned, flat, work in zip(self.of, flats, works, strict=True):
+        for rank, (owned, flat, work) in enumerate(zip(self.of, flats, works, strict=True)):
             work.wait()
+            if rank == self.rank:
+                continue
             for parameter, part in zip(owned, flat.split([p.numel() for p in owned]), strict=True):
                 parameter.detach().copy_(part.view(parameter.shape))
 
@@ -236,7 +240,7 @@ def _owners(model: nn.Module, world_size: int) -> list[int]:
 
 def _adamw(model: nn.Module) -> AdamW:
     hidden = {id(parameter) for _, parameter in hidden_matrices(model)}
-    return AdamW([p for p in model.parameters() if id(p) not in hidden], **ADAMW)  # type: ignore[arg-type]
+    return AdamW([p for p in model.parameters() if id(p) not in hidden], fused=True, **ADAMW)  # type: ignore[arg-type]
 
 
 def _local(tensor: Tensor | None) -> Tensor:

@@ -3,7 +3,9 @@
 theta, y and previous lie once a node in the shared block, flat in the order of a node with one device, so that nodes
 with different numbers of devices exchange with each other, and a node may change its number between two starts. For an
 exchange every rank writes the segments it owns into that block; rank 0 mixes there, and each takes its segments back.
-The sketch of theta, which costs twice as much as the mixing, is shared out.
+It mixes with all the node's threads, the other ranks being idle then, and its work is small: proposal, distance and mix
+of 17 M parameters are 0.07 s of one thread a round, where a single step takes 2 s. So what a distance adds up to and
+where a proposal is rounded do not depend on the number of devices. The sketch of theta, twice as much, is shared out.
 A checkpoint is written by all ranks side by side, each what it owns; rank 0 gives it its name once all have.
 """
 

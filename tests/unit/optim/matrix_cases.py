@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from peerloom.node import matrix_checkpoint
+from peerloom.node.checkpoint_parts import MODEL, MOMENTS, Parts, finish, write_part
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
     ShardedModel,
@@ -27,6 +28,8 @@ from peerloom.optim.matrix_fsdp import (
     holdings,
     matrix_fully_shard,
 )
+from peerloom.optim.matrix_fsdp.checkpoint import owned_moments, take_up_moments, written_here
+from peerloom.optim.matrix_fsdp.runtime import whole_shapes
 
 VOCABULARY, LENGTH = 96, 16
 Array = NDArray[np.float32]
@@ -38,6 +41,7 @@ class Case:
 
     steps: int = 20
     layers: int = 2
+    width: int = 32
     tied: bool = False
     frozen: str = ""  # parameters whose name holds this are not trained
     matrix: str = "muon"
@@ -65,7 +69,7 @@ def make_model(case: Case) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=case.layers,
+        vocab_size=VOCABULARY, hidden_size=case.width, intermediate_size=2 * case.width, num_hidden_layers=case.layers,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=LENGTH, tie_word_embeddings=case.tied,
         use_cache=False, pad_token_id=None, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
@@ -280,8 +284,10 @@ def continued(
     optimizer = make_optimizer(model, case)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     if source is not None:
-        assert matrix_checkpoint.load(source, model, optimizer) == {"step": steps.start}
-        scheduler.last_epoch = steps.start
+        take_up(source, model, optimizer)
+    scheduler.last_epoch = steps.start
+    for group, rate in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = rate / (1 + steps.start)
     share = GLOBAL_BATCH // ranks
     losses = []
     for step in steps:
@@ -292,6 +298,53 @@ def continued(
         scheduler.step()
         losses.append(float(loss.detach()))
     if target is not None:
-        matrix_checkpoint.save(target, model, optimizer, {"step": steps.stop})
+        write(target, model, optimizer, rank, mesh)
     assert not any(unit.is_full for unit in sharded.units) or sharded.world_size == 1
     return losses
+
+
+def write(folder: Path, model: nn.Module, optimizer: OwnerOptimizer, rank: int, mesh: DeviceMesh) -> None:
+    """A checkpoint as a node's ranks write it: parameters from memory that all share, moments by who owns them."""
+    shapes, starts, numel = whole_shapes(model), dict[str, int](), 0
+    for name, shape in shapes.items():
+        starts[name] = numel
+        numel += torch.Size(shape).numel()
+    if rank == 0:
+        folder.mkdir()
+    _meet(mesh)
+    dtype = next(model.parameters()).dtype
+    flat = torch.from_file(str(folder / "shared"), shared=True, size=numel, dtype=dtype)
+    for owned in holdings(model):
+        whole = flat[starts[owned.name] :][: torch.Size(owned.whole_shape).numel()].view(owned.whole_shape)
+        rows = slice(owned.piece.first_row, owned.piece.first_row + owned.piece.shape[0])
+        whole[rows].copy_(owned.parameter.detach())
+    _meet(mesh)
+    ends = {name: start + torch.Size(shapes[name]).numel() for name, start in starts.items()}
+    parameters = {name: flat[starts[name] : ends[name]].view(shapes[name]) for name in written_here(model)}
+    kinds = {MODEL: parameters, MOMENTS: owned_moments(model, optimizer)}
+    if rank < (shards := mesh.size(-1)):  # of the first replica: the others have the same
+        (folder / f"{rank}.json").write_text(json.dumps(write_part(folder, rank, shards, kinds)))
+    _meet(mesh)
+    if rank == 0:
+        (folder / "shared").unlink()
+        finish(folder, {k: v for path in folder.glob("*.json") for k, v in _taken_away(path).items()}, model.config)
+    _meet(mesh)
+
+
+def take_up(folder: Path, model: nn.Module, optimizer: OwnerOptimizer) -> None:
+    """What is here of a model, sharded or plain, and its optimizer, from such a checkpoint."""
+    with Parts(folder, MODEL) as parameters, Parts(folder, MOMENTS) as moments, torch.no_grad():
+        for owned in holdings(model):
+            owned.parameter.copy_(parameters.read(owned.name, owned.piece.first_row, owned.piece.shape[0]))
+        take_up_moments(model, optimizer, moments, moments.keys())
+
+
+def _meet(mesh: DeviceMesh) -> None:
+    for dimension in range(mesh.ndim):
+        dist.barrier(group=mesh.get_group(dimension))
+
+
+def _taken_away(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    path.unlink()
+    return found

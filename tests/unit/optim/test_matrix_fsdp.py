@@ -44,6 +44,7 @@ CASES = {
     "bf16 over fp32": (3, Case(steps=3, bf16=True)),
     "bf16": (5, Case(steps=3, dtype=torch.bfloat16)),
     "bf16, gradients travel as fp32": (3, Case(steps=3, dtype=torch.bfloat16, reduce=torch.float32, clip=0.5)),
+    "wide: gradients travel alone and are added up in chunks": (3, Case(steps=3, width=256)),
     "broadcast": (4, Case(steps=3, sharding={"fan_out": "broadcast"})),
     "replicas": (4, Case(steps=3, replicas=2, clip=0.5, accumulate=4)),
     "replicas, bf16": (4, Case(steps=3, replicas=2, dtype=torch.bfloat16, clip=0.5)),

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from peerloom.optim.matrix_fsdp import RankLost, deadline, shard
 from peerloom.optim.matrix_fsdp.links import Links, Pending
-from peerloom.optim.matrix_fsdp.spares import Spares
 
 MINUTE = timedelta(seconds=60)
 
@@ -46,15 +44,3 @@ def test_groups_of_nccl_take_the_limit_that_gloo_s_waits_have(monkeypatch: pytes
     for on_gloo in (False, True):
         shard._watch_over(SimpleNamespace(size=lambda: 1), [links_of(on_gloo=on_gloo)])  # type: ignore[arg-type]
     assert limits == [(MINUTE, "group")]
-
-
-def test_memory_of_gradients_is_used_again_and_not_hoarded() -> None:
-    spares, cpu = Spares(), torch.device("cpu")
-    first = spares.take(8, torch.float32, cpu)
-    at = first.data_ptr()
-    spares.give(first)
-    assert spares.take(8, torch.float32, cpu).data_ptr() == at and not spares._free
-    for dtype, numel in ((torch.bfloat16, 8), (torch.float32, 9)):
-        spares.give(first)
-        assert spares.take(numel, dtype, cpu).data_ptr() != at
-        assert not spares._free, "what does not fit makes room"
