@@ -55,10 +55,10 @@ class Beneath:
     """How many local steps may run while the exchange of the round before is under way: a quarter, on average.
 
     Loss bounds it: in `python -m tests.benchmarks.gasloc --full` (16 workers, 320 steps, H = 16, one random peer, "pre"
-    and "post", 2 seeds) an exchange over 4 of the 16 next steps moved the final loss by -0.1 to +0.7 %, over 8 by +0.3
-    to +1.4 %; one run with 15 by +2.2 %. That is with every exchange as late. Now and then a partner's link is slow,
-    and who meets him would stand still for as long; so what exchanges leave of their quarter is saved up, to SPARE at
-    most, for one that lasts longer, past the round's own time where that is free. Consensus bears it: what is stable
+    and "post", 2 seeds) an exchange over 4 of the 16 next steps moved the final loss by +0.6 to +1.8 %, over 8 by +2.6
+    to +3.9 %. That is with every exchange as late. Now and then a partner's link is slow, and who meets him would stand
+    still for as long; so what exchanges leave of their quarter is saved up, to SPARE at most, for one that lasts
+    longer, past the round's own time where that is free. Consensus bears it: what is stable
     with a whole round beneath each exchange (`protocol.stability`) is so with more beneath some, since however many
     local steps take no more of a disagreement back than all of it.
     """

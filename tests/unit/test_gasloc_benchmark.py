@@ -199,9 +199,9 @@ def test_what_overlap_costs_is_read_from_its_runs_and_is_what_is_told_of_it() ->
     four, eight = overlap_rows(store)
     assert (four.name, eight.name) == ("loss_overlap_4_steps", "loss_overlap_8_steps")
     told = (gasloc.RESULTS.parents[3] / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    for row, span in ((four, "-0.1 to +0.7 %"), (eight, "+0.3 to +1.4 %")):
+    for row, span in ((four, "+0.6 to +1.8 %"), (eight, "+2.6 to +3.9 %")):
         assert f"{span} in 4 runs" in row.setting and span in told
-    assert 1 < four.ratio < 1.003 < eight.ratio < 1.01
+    assert 1 < four.ratio < 1.02 < eight.ratio < 1.04
 
 
 # --- time
