@@ -276,7 +276,7 @@ def test_a_slow_machine_takes_fewer_steps_a_round_and_holds_nobody(unseen: None)
 
 
 def test_its_machines_train_as_the_sweep_s_workers_do() -> None:
-    setting = timed(workers=2, steps=48, lr=1e-2)
+    setting = timed(workers=2, steps=96, lr=1e-2)
     plain = run(replace(setting, method="local", partners="alone", delay=0), 3)["curve"][0]
     curve = run_in_time(setting, 3, World())["curve"]
     assert curve[0][0] == plain[0] == 24

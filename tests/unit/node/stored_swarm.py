@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerloom.node import dht_records
-from peerloom.node.discovery import DhtDiscovery, _Settings
+from peerloom.node.dht_member import Settings
+from peerloom.node.discovery import DhtDiscovery
 from peerloom.node.identity import Identity
 from peerloom.node.observer import Observer
 from tests.unit.node.discovery_swarm import RUN, SPEC, ManualClock, record_of
@@ -42,7 +43,7 @@ def stored_swarm(count: int) -> tuple[Observer, StoredRecords, ManualClock]:
         value = dht_records.encode_peer(identity, RUN, record, expires_at)
         values.append((str(identity.peer_id), value, expires_at))
     stored = StoredRecords({dht_records.peers_key(RUN): values})
-    settings = _Settings(
+    settings = Settings(
         identity=Identity.generate(), identity_path=None, seeds=(), hosts=(), announce=(), clock=clock,
         client_only=True, port_map=False,
     )  # fmt: skip
