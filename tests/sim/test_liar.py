@@ -100,7 +100,7 @@ def test_seven_honest_peers_hardly_notice_a_liar(clean: float, liar: type[Memory
     assert sum(partner != swarm.members[LIAR].peer_id for partner in cut) <= len(cut) / 10
 
 
-GROUPS = {"pairing": "scheduled", "group_size": 4, "fragments": 2}
+GROUPS = {"pairing": "scheduled", "group_size": 4, "fragments": 4}
 EARLIER, SOONER = 35, 60  # the rounds that count there, each of several exchanges
 
 
