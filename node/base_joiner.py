@@ -21,7 +21,7 @@ from peerloom.node.flood_join import ask_manifest, fetch_whole
 from peerloom.node.flood_joiner import FLOODING
 from peerloom.node.joiner import Joiner
 from peerloom.node.logs import short
-from peerloom.node.seams import SeedflowPort
+from peerloom.node.worker_seams import SeedflowPort
 from peerloom.protocol.base import MAX_FILES_BYTES, BaseFiles, Claim, choose_base, unpack_files, weight_bytes
 from peerloom.protocol.errors import (
     BaseMissing,

@@ -12,8 +12,9 @@ from peerloom.node.facts import Facts
 from peerloom.node.identity import verify
 from peerloom.node.journal import Journal
 from peerloom.node.phases import Phases
-from peerloom.node.seams import Clock, Transport, WorkerSetup
+from peerloom.node.seams import Clock, Transport
 from peerloom.node.view import SwarmView
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import PeerId
 

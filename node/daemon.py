@@ -23,10 +23,10 @@ from peerloom.node.journal import JOURNAL, Journal
 from peerloom.node.listeners import Listeners, NodeInfo
 from peerloom.node.node import Node
 from peerloom.node.phases import Phases
-from peerloom.node.seams import FIRST_STEP
 from peerloom.node.stopping import Stopper
 from peerloom.node.tensorboard import TensorBoard
 from peerloom.node.view import SwarmView
+from peerloom.node.worker_seams import FIRST_STEP
 from peerloom.protocol.errors import DiscoveryLost
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import NodeStatus, Role

@@ -15,10 +15,10 @@ from peerloom.node.identity import Identity, load_or_create, lock_identity
 from peerloom.node.logs import LogContext
 from peerloom.node.phases import Phases
 from peerloom.node.ports import RememberedPorts
-from peerloom.node.seams import SeedflowPort, WorkerPort
 from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.seedflow_port import SeedflowProcess
+from peerloom.node.worker_seams import SeedflowPort, WorkerPort
 from peerloom.protocol.errors import InviteError
 from peerloom.protocol.invite import Invite, parse_invite
 from peerloom.protocol.types import Role

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import Clock, ExchangePort, ExchangeStream, RoundTrained
+from peerloom.node.seams import Clock, ExchangeStream
+from peerloom.node.worker_seams import ExchangePort, RoundTrained
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
 from peerloom.protocol.limits import LEAST_RATE

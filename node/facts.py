@@ -6,7 +6,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peerloom.node.seams import Clock, RoundFinished, RoundTrained, WorkerReady
+from peerloom.node.seams import Clock
+from peerloom.node.worker_seams import RoundFinished, RoundTrained, WorkerReady
 from peerloom.protocol.progress import StepPace
 from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, StageRole
 

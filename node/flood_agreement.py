@@ -18,7 +18,7 @@ from peerloom.node.flood_join import pack
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.logs import short
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import SeedflowPort
+from peerloom.node.worker_seams import SeedflowPort
 from peerloom.protocol.errors import IdentityInUse, LinkError, PeerloomError
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, PeersSeen, Resync, Retract

@@ -9,7 +9,7 @@ from peerloom.node.context import Context
 from peerloom.node.flood_join import Fetched, ask_hash, fetch_state
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.logs import short
-from peerloom.node.seams import SeedflowPort, SeedflowReady
+from peerloom.node.worker_seams import SeedflowPort, SeedflowReady
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError, ProtocolError, RunMismatch
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_messages import Batch, Head

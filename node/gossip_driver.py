@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from peerloom.node.exchange import FIRST_MESSAGE_S, Exchange
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import Clock, ExchangePort, ExchangeStream, RoundTrained, Transport
+from peerloom.node.seams import Clock, ExchangeStream, Transport
+from peerloom.node.worker_seams import ExchangePort, RoundTrained
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import (
     BadPayload,

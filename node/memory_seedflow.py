@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from peerloom.node import base_folder
-from peerloom.node.seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
+from peerloom.node.worker_seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
 from peerloom.protocol.base import CONFIG, BaseFiles
 from peerloom.protocol.errors import BaseMissing, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
@@ -52,7 +52,7 @@ def base_of(seed: int) -> bytes:
 
 
 class MemorySeedflow:
-    """Implements seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`.
+    """Implements worker_seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`.
 
     With `bare` it has no base but the one that a peer handed over.
     """

@@ -16,10 +16,10 @@ import torch
 
 from peerloom.node import checkpoint
 from peerloom.node.memory_worker import MemoryDisk, MemoryWorker
-from peerloom.node.seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.exchanges import Pieces
 from peerloom.node.worker.stage_replica import StageReplica
+from peerloom.node.worker_seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.replicas import MixingStep, replica_spec
 

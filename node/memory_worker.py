@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from peerloom.node.seams import (
+from peerloom.node.worker.exchanges import Exchanges, Pieces
+from peerloom.node.worker.pace import Beneath, Done, another_step
+from peerloom.node.worker_seams import (
     FIRST_STEP,
     STEPS,
     RoundFinished,
@@ -24,8 +26,6 @@ from peerloom.node.seams import (
     WorkerReady,
     WorkerSetup,
 )
-from peerloom.node.worker.exchanges import Exchanges, Pieces
-from peerloom.node.worker.pace import Beneath, Done, another_step
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
 from peerloom.protocol.types import Span

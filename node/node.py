@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from peerloom.node.context import Context
 from peerloom.node.methods import LIVES, Life
 from peerloom.node.place import Drained
-from peerloom.node.seams import Discovery, MessageStream, WorkerDied
+from peerloom.node.seams import Discovery, MessageStream
 from peerloom.node.stage_moving import Moved
 from peerloom.node.watchdog import watch_progress
+from peerloom.node.worker_seams import WorkerDied
 from peerloom.protocol.errors import LinkError, WorkerFailed
 from peerloom.protocol.lifecycle import restart_delay
 from peerloom.protocol.messages import FetchRequest, StateMessage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerloom.node.rounds import Rounds, met
-from peerloom.node.seams import RoundFinished, RoundTrained
+from peerloom.node.worker_seams import RoundFinished, RoundTrained
 from peerloom.protocol import effects
 from peerloom.protocol.gossip_moves import STALL_SHARE
 

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from peerloom.node.context import Context
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import FIRST_STEP, ExchangeStream, MessageStream, StagePort, WorkerReady
+from peerloom.node.seams import ExchangeStream, MessageStream
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_keeping import StageKeeping
 from peerloom.node.stage_link import Stream, TensorForm
@@ -20,6 +20,7 @@ from peerloom.node.stage_neighbours import OPENING_S, StageNeighbours
 from peerloom.node.stage_replicas import StageReplicas
 from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import WAITS_FOR, StageView
+from peerloom.node.worker_seams import FIRST_STEP, StagePort, WorkerReady
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import (
     DataError,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from peerloom.node.context import Context
 from peerloom.node.joiner import FetchedState, Joiner
 from peerloom.node.logs import log_if_changed
-from peerloom.node.seams import WorkerPort, WorkerReady
+from peerloom.node.worker_seams import WorkerPort, WorkerReady
 from peerloom.protocol.errors import NoDonor
 from peerloom.protocol.lifecycle import StartDecision, catch_up_delay, choose_start, worse_than
 from peerloom.protocol.membership import WORSE_STATE

@@ -9,8 +9,8 @@ from peerloom.node.context import Context
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.logs import log_if_changed, short
 from peerloom.node.place import Held, Place
-from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerPort
 from peerloom.node.turns import Meeting, Reached, Turns
+from peerloom.node.worker_seams import RoundFinished, RoundTrained, Taken, WorkerPort
 from peerloom.protocol import effects, events
 from peerloom.protocol.errors import StorageError
 from peerloom.protocol.lifecycle import budget_spent

@@ -16,7 +16,8 @@ from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_joiner import FloodJoiner, swarm_peers
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.place import unless_draining
-from peerloom.node.seams import FIRST_STEP, MessageStream, SeedflowPort, SeedflowReady, StepsTaken
+from peerloom.node.seams import MessageStream
+from peerloom.node.worker_seams import FIRST_STEP, SeedflowPort, SeedflowReady, StepsTaken
 from peerloom.protocol.errors import BaseMissing, LinkError, NoDonor, RunMismatch, StorageError
 from peerloom.protocol.flood import REPAIR_S, FloodMachine
 from peerloom.protocol.lifecycle import budget_spent

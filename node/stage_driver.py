@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerloom.node.logs import short
-from peerloom.node.seams import Clock, Taken, WorkerPort
+from peerloom.node.seams import Clock
 from peerloom.node.stage_link import StageLink, Stream, TensorForm
 from peerloom.node.worker import messages
+from peerloom.node.worker_seams import Taken, WorkerPort
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import LinkError, MalformedMessage, ProtocolError, StorageError

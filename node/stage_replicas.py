@@ -10,9 +10,10 @@ from peerloom.node.context import Context
 from peerloom.node.gossip_driver import GossipDriver
 from peerloom.node.logs import short
 from peerloom.node.repeats import Repeats
-from peerloom.node.seams import ExchangeStream, StagePort, Taken, WorkerReady
+from peerloom.node.seams import ExchangeStream
 from peerloom.node.stage_driver import StageDriver
 from peerloom.node.stage_view import StageView
+from peerloom.node.worker_seams import StagePort, Taken, WorkerReady
 from peerloom.protocol import effects, events
 from peerloom.protocol.gossip import GossipMachine
 from peerloom.protocol.membership import FAR_OFF

@@ -13,7 +13,8 @@ from peerloom.node.overlapped import OverlappedRounds
 from peerloom.node.place import Held, Place, unless_draining
 from peerloom.node.repeats import Repeats
 from peerloom.node.rounds import Rounds
-from peerloom.node.seams import FIRST_STEP, STEPS, ExchangeStream, MessageStream, WorkerPort, WorkerReady
+from peerloom.node.seams import ExchangeStream, MessageStream
+from peerloom.node.worker_seams import FIRST_STEP, STEPS, WorkerPort, WorkerReady
 from peerloom.protocol import events
 from peerloom.protocol.errors import LinkError, RunMismatch
 from peerloom.protocol.gossip import GossipMachine

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from peerloom.node.seams import Clock, RoundTrained, Taken, WorkerPort
+from peerloom.node.seams import Clock
+from peerloom.node.worker_seams import RoundTrained, Taken, WorkerPort
 from peerloom.protocol import effects
 from peerloom.protocol.gossip import GossipMachine
 

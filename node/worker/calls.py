@@ -14,10 +14,10 @@ from functools import partial
 from multiprocessing import Pipe
 from typing import TypeVar
 
-from peerloom.node.seams import WorkerDied, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.child import Child
 from peerloom.node.worker.memory import anonymous_file
+from peerloom.node.worker_seams import WorkerDied, WorkerSetup
 from peerloom.protocol import errors
 from peerloom.protocol.errors import PeerloomError, SpecError
 

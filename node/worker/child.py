@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 
-from peerloom.node.seams import WorkerDied
+from peerloom.node.worker_seams import WorkerDied
 
 log = logging.getLogger("peerloom.worker")
 

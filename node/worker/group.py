@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from peerloom.node.checkpoint_manifest import File
 from peerloom.node.checkpoint_parts import finish
 from peerloom.node.durable import storage_errors
-from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.memory import BlockLayout, Region, SharedBlock
 from peerloom.node.worker.shard import JOIN_S, Place, Shard, Unwritten, join, rows_of
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.optim.matrix_fsdp import RankLost
 from peerloom.protocol.errors import ConfigError, StorageError
 

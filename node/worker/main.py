@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerloom.node.parent import die_with
-from peerloom.node.seams import STEPS
 from peerloom.node.worker import messages
+from peerloom.node.worker_seams import STEPS
 from peerloom.protocol.errors import PeerloomError
 
 if TYPE_CHECKING:
@@ -122,7 +122,6 @@ class Worker:
                 self._answer(request)
             case _:
                 self._waiting.append(request)
-
 
     def _tell_steps(self) -> None:
         """Lets the daemon see that steps are taken: it cannot tell a long round from a frozen process."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.node.worker_seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.replicas import MixingStep

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peerloom.node.seams import Evaluation, WorkerSetup
 from peerloom.node.worker.classification import Columns, Example, Prompt, PromptClassifier, read_examples, split
 from peerloom.node.worker.data import Batches, check_enough, prepare
 from peerloom.node.worker.tasks.common import HELD_OUT
 from peerloom.node.worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from peerloom.node.worker_seams import Evaluation, WorkerSetup
 from peerloom.protocol.errors import DataError, SpecError
 from peerloom.protocol.flood_messages import origin_key
 from peerloom.protocol.runspec import DataSpec

@@ -58,9 +58,9 @@ class Beneath:
     and "post", 2 seeds) an exchange over 4 of the 16 next steps moved the final loss by +0.6 to +1.8 %, over 8 by +2.6
     to +3.9 %. That is with every exchange as late. Now and then a partner's link is slow, and who meets him would stand
     still for as long; so what exchanges leave of their quarter is saved up, to SPARE at most, for one that lasts
-    longer, past the round's own time where that is free. Consensus bears it: what is stable
-    with a whole round beneath each exchange (`protocol.stability`) is so with more beneath some, since however many
-    local steps take no more of a disagreement back than all of it.
+    longer, past the round's own time where that is free. Consensus bears it: what is stable with a whole round beneath
+    each exchange (`protocol.stability`) is so with more beneath some, since however many local steps take no more of a
+    disagreement back than all of it.
     """
 
     def __init__(self, spec: GaslocSpec) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from peerloom.node.seams import RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker.memory import SharedBlock
+from peerloom.node.worker_seams import RoundFinished, RoundTrained, Taken, WorkerDied, WorkerReady, WorkerSetup
 from peerloom.protocol.types import Span
 
 log = logging.getLogger("peerloom.worker")

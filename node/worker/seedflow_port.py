@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peerloom.node.seams import Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.calls import WorkerCalls
+from peerloom.node.worker_seams import Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
 from peerloom.protocol.flood_messages import Batch
 
 NONE = type(None)
 
 
 class SeedflowProcess(WorkerCalls):
-    """Implements seams.SeedflowPort."""
+    """Implements worker_seams.SeedflowPort."""
 
     def __init__(self, launched: WorkerCalls | None = None) -> None:
         super().__init__(launched)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peerloom.node.seams import Taken
 from peerloom.node.worker.exchanges import Exchanges, Pieces
+from peerloom.node.worker_seams import Taken
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.protocol.replicas import MixingStep
 from peerloom.protocol.runspec import RunSpec

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from peerloom.node import exchange, payload, place
 from peerloom.node.memory_worker import MemoryDisk, MemoryWorker
-from peerloom.node.seams import RoundFinished, WorkerSetup
 from peerloom.node.worker.schedule import learning_rate
+from peerloom.node.worker_seams import RoundFinished, WorkerSetup
 from peerloom.protocol import bucket
 from peerloom.protocol.runspec import RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec

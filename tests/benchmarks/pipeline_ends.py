@@ -14,11 +14,12 @@ from typing import Any
 from peerloom.node.clock import SystemClock
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.identity import Identity
-from peerloom.node.seams import MessageStream, WorkerReady, WorkerSetup
+from peerloom.node.seams import MessageStream
 from peerloom.node.stage_driver import StageDriver, StageReports
 from peerloom.node.stage_link import TensorForm
 from peerloom.node.tls import make_certificate
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker_seams import WorkerReady, WorkerSetup
 from peerloom.protocol.messages import FetchRequest, StateMessage
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.services import STAGE, Service

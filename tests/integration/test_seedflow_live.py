@@ -15,11 +15,11 @@ from safetensors import safe_open
 from peerloom.node.demo_seedflow import figures_of
 from peerloom.node.failures import OK
 from peerloom.node.flood_log import FloodLog
-from peerloom.node.seams import WorkerSetup
 from peerloom.node.specs import load_spec
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.tasks.seedflow import SeedflowTask
 from peerloom.node.worker.tokenizer import save_byte_tokenizer
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.protocol.flood_messages import Batch, FloodMessage, Segment
 from peerloom.protocol.types import PeerId
 from tests.helpers import Node, Swarm, run_peer, swarm_folder, write_run

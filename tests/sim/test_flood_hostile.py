@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from peerloom.node.memory_seedflow import MemorySeedflow, base_of
-from peerloom.node.seams import SeedflowReady, WorkerSetup
+from peerloom.node.worker_seams import SeedflowReady, WorkerSetup
 from peerloom.protocol.codec_flood import FloodWriter
 from peerloom.protocol.errors import PeerloomError, RunMismatch
 from peerloom.protocol.flood_messages import Batch, HashQuery, Head, Segments, Versions, Want, Wants, first_chain

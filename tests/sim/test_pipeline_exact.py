@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from peerloom.node.memory_stage_worker import MemoryStageWorker
 from peerloom.node.pipeline_trainer import lane_of
-from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.tasks.stage import StageTask
+from peerloom.node.worker_seams import WorkerReady, WorkerSetup
 from peerloom.optim.flat import FlatParameters
 from tests.sim.swarm import Plan, Swarm, play
 from tests.unit.node.stage_tasks import reference, stage_spec

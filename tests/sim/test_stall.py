@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from peerloom.node.memory_worker import MemoryWorker
-from peerloom.node.seams import RoundFinished
+from peerloom.node.worker_seams import RoundFinished
 from peerloom.protocol.progress import BETWEEN_ROUNDS_S, LEAST_STALL_S
 from peerloom.protocol.types import PeerRecord
 from tests.sim.swarm import STEP_S, Plan, Swarm, play

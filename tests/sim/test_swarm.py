@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peerloom.node.memory_worker import NUMEL, MemoryWorker
-from peerloom.node.seams import RoundFinished
+from peerloom.node.worker_seams import RoundFinished
 from peerloom.optim.gasloc import simulate_gossip
 from tests.sim import stories
 from tests.sim.swarm import Plan, Swarm, play, spec

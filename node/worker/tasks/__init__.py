@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from peerloom.node.devices import check_devices
-from peerloom.node.seams import SeedflowReady, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.memory import BlockLayout
+from peerloom.node.worker_seams import SeedflowReady, WorkerReady, WorkerSetup
 
 
 class Task(Protocol):

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from peerloom.node.seams import WorkerSetup
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.protocol.errors import ConfigError
 
 HELD_OUT = "held-out"  # who draws the evaluation windows: the same on every node

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from peerloom.node import checkpoint
-from peerloom.node.seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.pace import Done, another_step, reservations
 from peerloom.node.worker.schedule import learning_rate
 from peerloom.node.worker.tasks.common import NonFiniteLoss, library_versions
 from peerloom.node.worker.tasks.gasloc_built import BuiltGasloc
+from peerloom.node.worker_seams import FIRST_STEP, RoundFinished, RoundTrained, Taken, WorkerReady
 from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.protocol.types import Span
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from peerloom.node import checkpoint
 from peerloom.node.cursor import BatchCursor
-from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
 from peerloom.node.worker.inner import Inner, InnerLoop
@@ -21,6 +20,7 @@ from peerloom.node.worker.model import build_model, check_digest, init_digest, l
 from peerloom.node.worker.pace import Beneath, Done
 from peerloom.node.worker.tasks.common import HELD_OUT, chosen_device
 from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.optim.flat import FlatParameters, Layout
 from peerloom.optim.fragmented import FragmentedGASLoC
 from peerloom.optim.projection import project
@@ -37,6 +37,7 @@ class Position:
     adam_steps: int = 0
     adopted_at: int | None = None
     held_out_loss: float | None = None
+
 
 class BuiltGasloc:
     """The parts, as `GaslocTask` finds them; `phases` holds the seconds of each phase of building it."""

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from peerloom.node import checkpoint
 from peerloom.node.checkpoint_parts import MODEL
-from peerloom.node.seams import WorkerReady, WorkerSetup
 from peerloom.node.worker.group import Group, Pipe
 from peerloom.node.worker.memory import Region
 from peerloom.node.worker.model import numel_of
 from peerloom.node.worker.tasks.common import chosen_device
 from peerloom.node.worker.tasks.gasloc import GaslocTask
+from peerloom.node.worker_seams import WorkerReady, WorkerSetup
 from peerloom.protocol.errors import ConfigError
 from peerloom.protocol.runspec import RunSpec
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.node.durable import storage_errors
-from peerloom.node.seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerSetup
 from peerloom.node.worker import base, messages
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.between import Between
@@ -25,6 +24,7 @@ from peerloom.node.worker.model import check_digest
 from peerloom.node.worker.objectives import open_objective
 from peerloom.node.worker.tasks.common import NonFiniteLoss, chosen_device
 from peerloom.node.worker.tokenizer import Tokenizer, load_tokenizer
+from peerloom.node.worker_seams import FIRST_STEP, Evaluation, SeedflowReady, StepsTaken, WorkerSetup
 from peerloom.optim.subcge import NotFinite
 from peerloom.optim.subcge_targets import Target
 from peerloom.protocol.errors import BaseMissing, DataError, MalformedMessage

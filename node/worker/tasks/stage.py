@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 from peerloom.node import checkpoint
-from peerloom.node.seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.data import Batches, check_enough, content_digest, prepare
@@ -34,6 +33,7 @@ from peerloom.node.worker.stage_replica import StageReplica
 from peerloom.node.worker.stage_weights import StageWeights
 from peerloom.node.worker.tasks.common import HELD_OUT, NonFiniteLoss, chosen_device, library_versions
 from peerloom.node.worker.tokenizer import load_tokenizer
+from peerloom.node.worker_seams import FIRST_STEP, WorkerReady, WorkerSetup
 from peerloom.optim.eigenbasis import NonFiniteGradient
 from peerloom.optim.flat import FlatParameters
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError
@@ -43,7 +43,6 @@ from peerloom.protocol.replicas import replica_spec
 MEMORY_SHARE = 0.9  # of what is free
 KEPT_LANES = 64
 QUARTER = 16  # hex digits of the init digest for theta_0, as many for the cut of all stages, and twice for the text
-
 
 
 @dataclass(slots=True)

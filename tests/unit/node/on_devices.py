@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peerloom.node.seams import WorkerSetup
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.protocol.runspec import RunSpec
 from tests.unit.node.tiny import Optimizer, tiny_spec
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker import messages
 from peerloom.node.worker.data import Batches, prepare
 from peerloom.node.worker.inner import InnerLoop
@@ -20,6 +19,7 @@ from peerloom.node.worker.stage_costs import stage_train
 from peerloom.node.worker.stage_model import build_stage
 from peerloom.node.worker.tasks.stage import StageTask, lane_name
 from peerloom.node.worker.tokenizer import ByteTokenizer
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.optim.delayed import DelayedWeights, pipeline_delays
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events

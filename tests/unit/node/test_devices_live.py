@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from peerloom.node import checkpoint
-from peerloom.node.seams import WorkerDied, WorkerSetup
 from peerloom.node.worker.group import STORE
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.tasks.gasloc import GaslocTask
+from peerloom.node.worker_seams import WorkerDied, WorkerSetup
 from tests.unit.node.on_devices import apart, on_cpus, quiet, spec_of
 from tests.unit.node.tiny import never, setup, task, write_text
 

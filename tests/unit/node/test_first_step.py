@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from peerloom.node.memory_worker import MemoryWorker
-from peerloom.node.seams import FIRST_STEP
+from peerloom.node.worker_seams import FIRST_STEP
 from tests.unit.node.tiny import never, setup, task, tiny_spec, write_text
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from peerloom.node import base_folder
 from peerloom.node.memory_seedflow import MemorySeedflow
-from peerloom.node.seams import FIRST_STEP, SeedflowPort, SeedflowReady, WorkerDied, WorkerSetup
 from peerloom.node.worker.seedflow_port import SeedflowProcess
+from peerloom.node.worker_seams import FIRST_STEP, SeedflowPort, SeedflowReady, WorkerDied, WorkerSetup
 from peerloom.protocol.errors import MalformedMessage
 from peerloom.protocol.flood_messages import Batch
 from peerloom.protocol.runspec import RunSpec

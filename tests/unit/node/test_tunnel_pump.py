@@ -279,7 +279,6 @@ async def by_a_client_that_is_not_read_from(made: Path) -> None:
     await made.endings()
 
 
-
 HOW = [in_order, by_the_relay, by_cancelling_an_end, by_a_reset, by_a_client_that_is_not_read_from]
 
 

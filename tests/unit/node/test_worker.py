@@ -18,17 +18,9 @@ from peerloom.optim.encode import decode, encoded_bytes
 from peerloom.protocol.errors import ConfigError, RunMismatch, SpecError, StorageError
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.types import Encoding, PeerId
-from tests.unit.node.tiny import never, setup, task, tiny_spec, write_text
+from tests.unit.node.tiny import never, setup, task, tiny_spec
 
-
-@pytest.fixture(autouse=True)
-def single_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rounds(worker: GaslocTask, first: int, end: int) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from peerloom.node.memory_worker import MemoryDisk, MemoryWorker
-from peerloom.node.seams import FIRST_STEP, WorkerDied, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker_seams import FIRST_STEP, WorkerDied, WorkerPort, WorkerReady, WorkerSetup
 from peerloom.protocol.types import Encoding
 from tests.unit.node.tiny import setup, tiny_spec, write_text
 

@@ -14,25 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peerloom.node.seams import WorkerDied
 from peerloom.node.worker import main as worker_main
 from peerloom.node.worker.child import KEEP_FREED, SPIN_BRIEFLY
 from peerloom.node.worker.main import AUTOGROUP
 from peerloom.node.worker.port import WorkerProcess
+from peerloom.node.worker_seams import WorkerDied
 from peerloom.protocol.errors import DataError
 from peerloom.protocol.types import PeerId
-from tests.unit.node.tiny import setup, tiny_spec, write_text
+from tests.unit.node.tiny import setup, tiny_spec
 
 pytestmark = pytest.mark.slow
 
 
 def quiet(what: str, share: float) -> None:
     """No progress shown."""
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text")
 
 
 def descriptors() -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from peerloom.node.seams import WorkerSetup
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.tasks.gasloc import GaslocTask
+from peerloom.node.worker_seams import WorkerSetup
 from peerloom.protocol.runspec import DataSpec, ModelSpec, RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Encoding, PeerId

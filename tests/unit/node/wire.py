@@ -14,6 +14,7 @@ from peerloom.node.identity import Identity
 from peerloom.node.memory_transport import MemoryHub, MemoryTransport
 from peerloom.node.seams import ExchangeStream, PeerHandler
 from peerloom.node.tls import Certificate, make_certificate
+from peerloom.protocol.handshake import RunClaim
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord, RunId
 
@@ -125,3 +126,8 @@ class Swarm:
     async def stop(self) -> None:
         for made in self._made:
             await made.stop()
+
+
+def claim_of(identity: Identity, **changes: Any) -> RunClaim:
+    fields: dict[str, Any] = {"run_id": RUN, "spec_hash": SPEC, "version": "0"} | changes
+    return RunClaim(peer_id=identity.peer_id, **fields)
