@@ -52,7 +52,7 @@ def base_of(seed: int) -> bytes:
 
 
 class MemorySeedflow:
-    """Implements worker_seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence and `salt`.
+    """Implements worker_seams.SeedflowPort: a step takes `step_s` seconds, its scalar hangs on peer, sequence, `salt`.
 
     With `bare` it has no base but the one that a peer handed over.
     """
