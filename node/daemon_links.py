@@ -21,7 +21,7 @@ from peerloom.node.http_endpoint import SERVED_AT, parse_endpoint
 from peerloom.node.http_feed import SwarmFeed
 from peerloom.node.http_server import HttpServer
 from peerloom.node.metrics import exposition
-from peerloom.node.reaching import Reaching, desk_limits, listen_for_legs, port_mapping_of
+from peerloom.node.reaching import Reaching, desk_limits, leg_mapping_of, listen_for_legs, port_mapping_of
 from peerloom.node.throttle import Caps, Traffic
 from peerloom.node.tls import load_or_make
 from peerloom.node.view import SwarmView
@@ -59,8 +59,9 @@ async def open_links(home: Home, run: AgreedRun, stack: AsyncExitStack) -> Links
         traffic,
     )
     stack.push_async_callback(reaching.stop)
-    if config.relay:
-        home.ports.remember("relay", listen_for_legs(reaching.tunnels, config, home.relay_port))
+    leg_port = listen_for_legs(reaching.tunnels, config, home.relay_port) if config.relay else 0
+    if leg_port:
+        home.ports.remember("relay", leg_port)
     transport = GrpcTransport(
         identity=home.identity,
         certificate=certificate,
@@ -80,10 +81,10 @@ async def open_links(home: Home, run: AgreedRun, stack: AsyncExitStack) -> Links
     view = SwarmView(home.discovery, facts, spec, clock, run.signed)
     await home.discovery.attach(reaching.tunnels.attach)
     home.discovery.room = traffic.save
-    mapping = port_mapping_of(config, transport)
-    driver = reaching.driver(transport, view, facts, home.discovery, mapping)
+    mappings = (port_mapping_of(config, transport), leg_mapping_of(config, leg_port))
+    driver = reaching.driver(transport, view, facts, home.discovery, *mappings)
     dht = DhtTraffic(traffic, lambda: home.discovery.p2pd_pid, clock, facts.count)
-    jobs = (driver.run, dht.run) if mapping is None else (driver.run, dht.run, mapping.run)
+    jobs = (driver.run, dht.run, *(each.run for each in mappings if each is not None))
     return Links(transport=transport, reaching=reaching, facts=facts, view=view, jobs=jobs)
 
 

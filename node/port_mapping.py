@@ -1,4 +1,4 @@
-"""Keeps a way in through the home router for the port of calls; p2pd keeps one for its own port itself.
+"""Keeps a way in through the home router for a port of ours; p2pd keeps one for its own port itself.
 
 What the router says is not believed: the mapped address is one more that peers dial back, and only what they reach
 makes the node direct.
@@ -28,12 +28,18 @@ Find = Callable[[], Awaitable[list[Gateway]]]
 
 
 class PortMapping:
-    """`run` is a background job of the node, begun once its server listens; `port` tells where."""
+    """`run` is a background job of the node, begun once its server listens; `port` tells where.
 
-    def __init__(self, port: Callable[[], int], rng: random.Random, find: Find = find_gateways) -> None:
+    Unless `elsewhere`, the far side's port must be the same number, for those who are told no other.
+    """
+
+    def __init__(
+        self, port: Callable[[], int], rng: random.Random, find: Find = find_gateways, *, elsewhere: bool = True
+    ) -> None:
         self._port = port
         self._rng = rng
         self._find = find
+        self._tries = PORTS_TRIED if elsewhere else 1
         self._gateway: Gateway | None = None
         self._outer_port = 0
         self._moved = asyncio.Event()
@@ -84,9 +90,9 @@ class PortMapping:
         self.addresses, self._gateway, self._outer_port = found, gateway, port
 
     async def _forward(self, gateway: Gateway) -> int:
-        """The same port on both sides if the router gives it, else one at random."""
+        """The same port on both sides if the router gives it, else one at random where that is of use."""
         inner = self._port()
-        wanted = [self._outer_port or inner, *(self._rng.randint(20_000, 60_000) for _ in range(PORTS_TRIED - 1))]
+        wanted = [self._outer_port or inner, *(self._rng.randint(20_000, 60_000) for _ in range(self._tries - 1))]
         for port in wanted[:-1]:
             try:
                 await gateway.forward(port, inner, LEASE_S)

@@ -29,7 +29,7 @@ class ReachDriver:
     """`run` is a background job of the node, begun once its server listens.
 
     `moved` is told when the machine's addresses have changed, `libp2p` tells p2pd's; `mapping`, if any, what a router
-    forwards.
+    forwards; `leg_mapping` is the one for the relay's own port.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class ReachDriver:
         moved: Callable[[], Awaitable[None]],
         libp2p: Callable[[], Awaitable[tuple[str, ...]]],
         mapping: PortMapping | None = None,
+        leg_mapping: PortMapping | None = None,
     ) -> None:
         self._machine = machine
         self._transport = transport
@@ -54,6 +55,7 @@ class ReachDriver:
         self._moved = moved
         self._libp2p = libp2p
         self._mapping = mapping
+        self._all_mappings = [each for each in (mapping, leg_mapping) if each is not None]
         self._kept: dict[PeerId, asyncio.Task[None]] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._addresses: tuple[str, ...] = ()
@@ -81,8 +83,8 @@ class ReachDriver:
             log.info("this machine's addresses have changed to %s", ", ".join(addresses))
             self._facts.count("addresses_changed")
             self._looks = 0
-            if self._mapping is not None:
-                self._mapping.network_changed()
+            for each in self._all_mappings:
+                each.network_changed()
             await self._moved()  # before relays are sought: they are on the other side of the old connections
         self._addresses = addresses
         if self._looks % LIBP2P_EVERY == 0:

@@ -68,8 +68,9 @@ class Reaching:
         facts: Facts,
         discovery: DhtDiscovery,
         mapping: PortMapping | None = None,
+        leg_mapping: PortMapping | None = None,
     ) -> ReachDriver:
-        """The node's background job; `mapping`, if there is one, is another."""
+        """The node's background job; the mappings, where there are any, are others."""
         driver = ReachDriver(
             Reachability(random.Random(secrets.randbits(64)), self.book),
             transport=transport,
@@ -80,6 +81,7 @@ class Reaching:
             moved=discovery.moved,
             libp2p=discovery.libp2p_addresses,
             mapping=mapping,
+            leg_mapping=leg_mapping,
         )
         self._own_relays.append(driver.my_relays)
         return driver
@@ -91,10 +93,21 @@ class Reaching:
 
 
 def port_mapping_of(config: NodeConfig, transport: GrpcTransport) -> PortMapping | None:
-    """The job that asks the router for a port; None where it is not to, or could be of no use."""
-    if not config.port_mapping or config.announce or "0.0.0.0" not in config.listen:
+    """The job that asks the router for the port of calls; None where it is not to, or could be of no use."""
+    if not _asks_router(config):
         return None
     return PortMapping(lambda: transport.local()[1], random.Random(secrets.randbits(64)))
+
+
+def leg_mapping_of(config: NodeConfig, port: int) -> PortMapping | None:
+    """The job that asks it for a relay's own port, of which the ends are told the number alone; None likewise."""
+    if not port or not _asks_router(config):
+        return None
+    return PortMapping(lambda: port, random.Random(secrets.randbits(64)), elsewhere=False)
+
+
+def _asks_router(config: NodeConfig) -> bool:
+    return config.port_mapping and not config.announce and "0.0.0.0" in config.listen
 
 
 def listen_for_legs(tunnels: Tunnels, config: NodeConfig, port: int) -> int:

@@ -13,7 +13,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 _CONTAINERS: Final = ("Dockerfile", "compose.yaml", "kubernetes.yaml", "peerloom.service")
 HEADS: Final = tuple(ROOT / "deploy" / name for name in _CONTAINERS)  # each begins with the commands that use it
-FILES: Final = (ROOT / "README.md", ROOT / "deploy/README.md", ROOT / "deploy/reference.md")
+FILES: Final = (ROOT / "README.md", *(ROOT / "deploy" / name for name in ("README.md", "methods.md", "reference.md")))
 STEPS: Final = "## A swarm, watched, in five terminals"  # the section of README that a new user types
 
 _NO_ENGINE: Final = "needs a Docker engine"

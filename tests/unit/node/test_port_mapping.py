@@ -16,7 +16,7 @@ from peerloom.node.config import NodeConfig
 from peerloom.node.gateway import GatewayRefused, UpnpGateway
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.port_mapping import RENEW_S, RETRY_S, PortMapping
-from peerloom.node.reaching import port_mapping_of
+from peerloom.node.reaching import leg_mapping_of, port_mapping_of
 from peerloom.node.virtual_time import run_virtual
 from peerloom.protocol.errors import LinkError
 
@@ -45,14 +45,14 @@ class Router:
         del self.ports[outer_port]
 
 
-def during(routers: list[Router], body: Callable[[PortMapping], Awaitable[None]]) -> None:
+def during(routers: list[Router], body: Callable[[PortMapping], Awaitable[None]], *, elsewhere: bool = True) -> None:
     """Runs `body` beside the job, in virtual time."""
 
     async def find() -> list[Any]:
         return list(routers)
 
     async def whole() -> None:
-        made = PortMapping(lambda: 4001, random.Random(0), find)
+        made = PortMapping(lambda: 4001, random.Random(0), find, elsewhere=elsewhere)
         job = asyncio.create_task(made.run())
         try:
             await asyncio.sleep(1.0)
@@ -93,6 +93,22 @@ def test_a_port_of_anothers_is_passed_over_for_one_at_random() -> None:
         assert list(router.ports) == [outer], "renewed, not moved"
 
     during([router], body)
+
+
+def test_a_relay_s_own_port_is_the_same_on_both_sides_or_not_there() -> None:
+    """Its ends are told the number alone, and dial the host that libp2p knows."""
+    router = Router(taken=frozenset({4001}))
+
+    async def body(made: PortMapping) -> None:
+        assert made.addresses == () and router.asked == 1
+        router.taken = frozenset()
+        await asyncio.sleep(RETRY_S)
+        assert router.ports == {4001: 4001}
+
+    during([router], body, elsewhere=False)
+    assert leg_mapping_of(NodeConfig(), 0) is None, "a node that relays nothing has none"
+    assert leg_mapping_of(NodeConfig(), 4001) is not None
+    assert leg_mapping_of(NodeConfig(port_mapping=False), 4001) is None
 
 
 def test_after_a_move_the_new_network_is_asked_and_the_old_address_is_void() -> None:
