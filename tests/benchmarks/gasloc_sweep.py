@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ Log = Callable[[str], None]
 Outer = Sequence[tuple[float, float]]  # (eta, gamma)
 
 OUTER: Outer = ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5))
+PRE: Outer = ((1.0, 0.1), (1.0, 0.2), (1.0, 0.3))
 START = 5e-3  # the inner lr that all begin from
 RATES = (2.5e-3, 5e-3, 1e-2)
 EVERY_STEP_RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
@@ -73,7 +74,6 @@ LOCAL_STEPS = (
     outer(NOLOCO, ((1.0, 0.3), (1.0, 0.5), (0.7, 0.5))),
     outer(diloco(28, fragments=4), OUTER),
     outer(groups(28, group=8), OUTER),
-    outer(groups(14), OUTER),  # the most often that fours can meet within DiLoCo's bytes
     outer(groups(16, fragments=1), OUTER),
 )
 EVERY_STEP = (
@@ -94,16 +94,12 @@ EVERY_STEP = (
 FURTHER = (
     rates(Setting(label="local only", method="local", partners="alone")),
     outer(diloco(32), OUTER),
+    outer(Setting(label="GASLoC 1-peer H=16, pre", partners="1peer", momentum="pre"), PRE),  # as a spec has it unsaid
     outer(Setting(label="GASLoC 2-peer H=16", partners="2peer"), OUTER),
     outer(Setting(label="GASLoC 1-peer H=8", partners="1peer", h=8), OUTER),
     outer(Setting(label="GASLoC 1-peer H=24", partners="1peer", h=24), OUTER),
-    outer(groups(8), OUTER),
     # unit weights, largest eigenvalue 2: at alpha 1 plain gossip would be marginal
     outer(Setting(label="GASLoC ring H=16", partners="ring", momentum="pre", alpha=2 / 3), OUTER),
-    outer(diloco(8), OUTER),
-    outer(diloco(24), OUTER),
-    outer(Setting(label="GASLoC hypercube pairs H=8", partners="hypercube", h=8), OUTER),
-    outer(Setting(label="overlapped GASLoC 1-peer H=16, 4 steps", partners="1peer", delay=4), OUTER),
 )
 SIZES = tuple(  # at the bytes of the plain form: does the default hang on the size of the swarm?
     outer(replace(base, workers=n, label=f"{base.label}, {n} workers"), OUTER)
@@ -121,7 +117,7 @@ def best(family: Family, store: Store) -> tuple[Setting, Result] | None:
 
 
 def tried(family: Family, store: Store) -> list[Setting]:
-    """The candidates; then the best one's lr doubled and halved, until both its neighbours are worse."""
+    """The candidates; then the best one's neighbours, until all of them are worse."""
     settings = list(family.candidates)
     while family.refine and len(settings) < MOST_RUNS:
         results = [store.get(setting, 0) for setting in settings]
@@ -129,12 +125,19 @@ def tried(family: Family, store: Store) -> list[Setting]:
             break
         losses = [_finite(result["loss"]) for result in results if result is not None]
         winner = settings[losses.index(min(losses))]
-        neighbours = (replace(winner, lr=winner.lr * factor) for factor in (2.0, 0.5))
-        following = next((neighbour for neighbour in neighbours if neighbour not in settings), None)
+        following = next((neighbour for neighbour in neighbours(winner) if neighbour not in settings), None)
         if following is None:
             break
         settings.append(following)
     return settings
+
+
+def neighbours(setting: Setting) -> Iterator[Setting]:
+    """Its lr doubled and halved; at H = 1 also its alpha halved, since nodes that differ more make a better average."""
+    for factor in (2.0, 0.5):
+        yield replace(setting, lr=setting.lr * factor)
+    if setting.h == 1 and setting.method != "sync":
+        yield replace(setting, alpha=setting.alpha / 2)
 
 
 def chosen(family: Family, seeds: int, store: Store) -> tuple[Setting, list[Result]] | None:
