@@ -21,6 +21,8 @@ FanOut = Literal["p2p", "broadcast"]
 FAN_OUTS: dict[str, FanOut] = {"gloo": "p2p", "nccl": "p2p"}
 
 _EXCHANGE_TAG = 1
+_FIRST_TAG = 16  # of a unit's
+_TAGS_A_UNIT = 1 << 12  # more than a unit has extents
 _ROLL_CALL_SHARE = 6  # the part of a timeout in which whoever lives is to answer
 _LEAST_ROLL_CALL = timedelta(seconds=2)
 
@@ -83,6 +85,7 @@ class Links:
         self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
+        self._words = torch.split(torch.zeros(self.world_size, dtype=torch.uint8), 1)  # whose coming is what they say
         self._lifeline: Lifeline | None = None
         self._failing_together: Sequence[dist.ProcessGroup] = ()
 
@@ -139,6 +142,15 @@ class Links:
                     ops.append(_Op("recv", place, source, tag + at))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)
+
+    def roll(self, tag: int, what: str) -> Pending:
+        """A word to each other rank; wait for one from each, to know that all have come to the same point.
+
+        What a rank has written to memory before is there for those that have its word.
+        """
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        ops = [_Op("recv", self._words[rank], rank, tag) for rank in others]
+        return self._start(ops + [_Op("send", self._words[self.rank], rank, tag) for rank in others], what)
 
     def sum_scalar(self, value: Tensor) -> None:
         """Adds up `value`, of one element, over the group, in place."""
@@ -249,6 +261,11 @@ class ReplicaLinks:
         )
 
 
-def flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new flat tensor, its content undefined."""
-    return torch.empty(numel, dtype=dtype, device=device)
+def gather_tag(index: int) -> int:
+    """The first of those of a unit's gathers."""
+    return _FIRST_TAG + index * 2 * _TAGS_A_UNIT
+
+
+def reduce_tag(index: int) -> int:
+    """The first of those of a unit's reductions."""
+    return gather_tag(index) + _TAGS_A_UNIT

@@ -17,9 +17,10 @@ from peerloom.optim.matrix_fsdp import (
     holdings,
     matrix_fully_shard,
 )
+from peerloom.optim.matrix_fsdp.dtypes import dtypes_of
 from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import find_units
-from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
+from peerloom.optim.matrix_fsdp.unit import Unit
 from tests.benchmarks.matrix_fsdp_methods import METHODS
 from tests.benchmarks.matrix_fsdp_model import Size
 from tests.benchmarks.matrix_fsdp_model import make_model as make_decoder
