@@ -6,8 +6,8 @@ forward pass has another dtype than what rests, the owner writes its pieces to t
 forward pass begins.) A unit's gradients are copied to a slot of the rank that computed them, but for those that it owns
 itself; the owners add them up from there, in rank order, as they would what had been sent.
 
-Ranks wait for each other by words of one byte over gloo, which also order what they do to memory. There are four kinds
-of such rolls, a word from each rank to each:
+Ranks wait for each other by words of one byte (`Words`), which also order what they do to memory. There are four kinds,
+each said by every rank to every other:
 
 - B, when a forward pass of the model begins: no rank reads a parameter before all have come to this pass;
 - F, when it ends: no rank leaves a forward pass before all have computed it;
@@ -48,10 +48,12 @@ import torch
 from torch import Tensor
 
 from peerloom.optim.matrix_fsdp.dtypes import Dtypes
-from peerloom.optim.matrix_fsdp.host import PAGE, CommonFile
+from peerloom.optim.matrix_fsdp.host import PAGE, Common
 from peerloom.optim.matrix_fsdp.layout import UnitLayout, contiguous
 
 SLOTS = 2
+FORWARD_BEGINS, FORWARD_ENDS, BACKWARD_ENDS = 0, 1, 2  # words: B, F, E
+_FIRST_WORD, _WORDS = 16, 240  # of units: G
 _ALIGNED = 64  # bytes: a line of the cache
 
 
@@ -102,11 +104,12 @@ def lay_out_board(
 
 
 class Board:
-    """This rank's view of the board."""
+    """This rank's view of the board, and the words by which the ranks take turns on it."""
 
-    def __init__(self, file: CommonFile, layout: BoardLayout, rank: int) -> None:
-        self.layout, self._rank = layout, rank
-        self._map = file.map(layout.nbytes)
+    def __init__(self, there: Common, layout: BoardLayout, rank: int) -> None:
+        assert there.words is not None  # ours: only without a reason
+        self.layout, self.words, self._rank = layout, there.words, rank
+        self._map = there.map(layout.nbytes)
         self._storage = torch.frombuffer(self._map, dtype=torch.uint8).untyped_storage()
 
     @property
@@ -124,6 +127,11 @@ class Board:
         for first, size in zip(self.layout.slots[self._rank], self.layout.slot_bytes[self._rank], strict=True):
             if size:
                 self._map.madvise(mmap.MADV_REMOVE, first, size)
+
+
+def word_of(index: int) -> int:
+    """That the gradients of a unit are there; far from it another unit's may be the same."""
+    return _FIRST_WORD + index % _WORDS
 
 
 def _whole(size: int, of: int) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peerloom.optim.matrix_fsdp.board import Board
+from peerloom.optim.matrix_fsdp.board import Board, word_of
 from peerloom.optim.matrix_fsdp.carrier import PartsOf, add_in_rank_order, flat, joined
 from peerloom.optim.matrix_fsdp.dtypes import Dtypes
 from peerloom.optim.matrix_fsdp.layout import Parcel, UnitLayout
-from peerloom.optim.matrix_fsdp.links import Links, Pending, reduce_tag
+from peerloom.optim.matrix_fsdp.links import Links
 from peerloom.optim.matrix_fsdp.planner import Piece, Shape
 
 _CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ class Boarded:
     ) -> None:
         self._name, self._links, self._dtypes, self._board = name, links, dtypes, board
         self._layout, self._gradients = layouts
-        self._tag = reduce_tag(index)
+        self._words, self._word = board.words, word_of(index)
         self._first = board.layout.fulls[index]
         self._apart = dtypes.rest != dtypes.forward
         self._full = self.whole(0, (self._layout.numel,))
@@ -36,7 +36,7 @@ class Boarded:
         self._outgoing = {to: self._part_of_slot(slot, links.rank, to) for to in others}
         self._incoming = {source: self._part_of_slot(slot, source, links.rank) for source in others}
         self._mine: list[tuple[Parcel, Tensor]] = []
-        self._reducing: Pending | None = None
+        self._said = False
 
     def at_rest(self, piece: Piece, start: int) -> Tensor:
         if self._apart:
@@ -72,7 +72,8 @@ class Boarded:
             for part in parts:
                 self._outgoing[parcel.owner][at : at + part.numel()].copy_(part)
                 at += part.numel()
-        self._reducing = self._links.roll(self._tag, f"reducing {self._name}")
+        self._words.say(self._word, f"reducing {self._name}")
+        self._said = True
 
     def add_up(self, by: int) -> Tensor:
         self._wait()
@@ -86,9 +87,9 @@ class Boarded:
         self._mine = []
 
     def _wait(self) -> None:
-        if self._reducing is not None:
-            self._reducing.wait()
-            self._reducing = None
+        if self._said:
+            self._words.hear(self._word, f"reducing {self._name}")
+            self._said = False
 
     def _part_of_slot(self, slot: int, source: int, to: int) -> Tensor:
         """What `source` has for `to`: in its slot there is one such part an owner, its own left out."""

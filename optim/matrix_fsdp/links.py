@@ -14,7 +14,7 @@ from torch import Tensor
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
 from peerloom.optim.matrix_fsdp.layout import Extent, Parcel
-from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
+from peerloom.optim.matrix_fsdp.lifeline import Lifeline
 from peerloom.optim.matrix_fsdp.wires import Wires
 
 FanOut = Literal["p2p", "broadcast"]
@@ -85,13 +85,15 @@ class Links:
         self.on_gloo = dist.get_backend(group) != "nccl"  # on NCCL a wait only orders the streams
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
-        self._words = torch.split(torch.zeros(self.world_size, dtype=torch.uint8), 1)  # whose coming is what they say
         self._lifeline: Lifeline | None = None
-        self._failing_together: Sequence[dist.ProcessGroup] = ()
+        self._severing: Sequence[Callable[[], None]] = ()
 
-    def watch_over(self, lifeline: Lifeline, groups: Sequence[dist.ProcessGroup]) -> None:
-        """From now on a failure closes `groups`, and those who then do not answer on `lifeline` are the lost."""
-        self._lifeline, self._failing_together = lifeline, groups
+    def watch_over(self, lifeline: Lifeline, severing: Sequence[Callable[[], None]]) -> None:
+        """From now on a failure calls `severing`, so that others notice it; who is silent on `lifeline` then is lost.
+
+        They close whatever ranks wait for each other in.
+        """
+        self._lifeline, self._severing = lifeline, severing
 
     def deadline(self) -> Deadline:
         """Of one wait; what is left of `timeout` is for the roll call."""
@@ -101,8 +103,8 @@ class Links:
         """What to raise after a failure: before there is a lifeline, the peers of what failed are named."""
         lost = tuple(sorted(self.ranks[peer] for peer in peers if peer is not None))
         if self._lifeline is not None:
-            for group in self._failing_together:
-                sever(group)
+            for sever in self._severing:
+                sever()
             lost = self._lifeline.call(max(self.timeout / _ROLL_CALL_SHARE, _LEAST_ROLL_CALL))
         return RankLost(lost, what, str(error).strip().split("\n")[0])
 
@@ -142,15 +144,6 @@ class Links:
                     ops.append(_Op("recv", place, source, tag + at))
                     self.traffic.reduce_received += place.nbytes
         return self._start(ops, what)
-
-    def roll(self, tag: int, what: str) -> Pending:
-        """A word to each other rank; wait for one from each, to know that all have come to the same point.
-
-        What a rank has written to memory before is there for those that have its word.
-        """
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        ops = [_Op("recv", self._words[rank], rank, tag) for rank in others]
-        return self._start(ops + [_Op("send", self._words[self.rank], rank, tag) for rank in others], what)
 
     def sum_scalar(self, value: Tensor) -> None:
         """Adds up `value`, of one element, over the group, in place."""

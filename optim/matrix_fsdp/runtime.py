@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp.board import Board
+from peerloom.optim.matrix_fsdp.board import BACKWARD_ENDS, FORWARD_BEGINS, FORWARD_ENDS, Board
 from peerloom.optim.matrix_fsdp.links import Links, Traffic
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
 from peerloom.optim.matrix_fsdp.reductions import Reductions
@@ -26,7 +26,6 @@ from peerloom.optim.matrix_fsdp.unit import Unit
 REDUCTIONS_KEPT = 3  # under way at a time where units stay open, whose memory a replica's would not be short of
 _ATTRIBUTE = "_matrix_fsdp"
 _NO_BACKWARD = -1  # the id of the graph task outside of any backward pass
-_FORWARD_BEGINS, _FORWARD_ENDS, _BACKWARD_ENDS = 2, 3, 5  # tags; 4 is taken, see `lifeline`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ class ShardedModel:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if index == 0 and torch._C._current_graph_task_id() == _NO_BACKWARD:
                 self._reset()
-                self._meet(_FORWARD_BEGINS, "the beginning of a forward pass")
+                self._meet(FORWARD_BEGINS, "the beginning of a forward pass")
             self._open(index, -1 if self._in_backward else 1)  # in a backward pass this is a recomputation
             if unit.has_frozen and not self._in_backward and torch.is_grad_enabled():
                 self._watch_inputs(unit, [*tensors_in(args), *tensors_in(kwargs)])
@@ -135,19 +134,19 @@ class ShardedModel:
             if not with_graph or (self._reshard and 0 < index < len(self.units) - 1):
                 unit.close()
             if index == 0:
-                self._meet(_FORWARD_ENDS, "the end of a forward pass")
+                self._meet(FORWARD_ENDS, "the end of a forward pass")
             return output
 
         return hook
 
-    def _meet(self, tag: int, what: str) -> None:
+    def _meet(self, word: int, what: str) -> None:
         """Waits for all ranks that share memory to come here, with what they own ready. Raises RankLost."""
         if self.board is None:
             return
-        if tag == _FORWARD_BEGINS:
+        if word == FORWARD_BEGINS:
             for unit in self.units:
                 unit.publish()
-        self.links.roll(tag, what).wait()
+        self.board.words.meet(word, what)
 
     def _open(self, index: int, towards: int) -> None:
         """Opens a unit; before that starts to gather the one that comes after it, or all where all are to stay open."""
@@ -216,7 +215,7 @@ class ShardedModel:
             self._reductions.end()
         for unit in self.units:
             unit.close()
-        self._meet(_BACKWARD_ENDS, "the end of a backward pass")
+        self._meet(BACKWARD_ENDS, "the end of a backward pass")
         if self.board is not None:
             self.board.give_back_slots()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,9 +22,9 @@ from peerloom.optim.matrix_fsdp.boarded import Boarded
 from peerloom.optim.matrix_fsdp.carrier import Carrier
 from peerloom.optim.matrix_fsdp.dtypes import dtypes_of
 from peerloom.optim.matrix_fsdp.errors import ShardingError
-from peerloom.optim.matrix_fsdp.host import UNWANTED, common_file
+from peerloom.optim.matrix_fsdp.host import UNWANTED, common
 from peerloom.optim.matrix_fsdp.layout import UnitLayout, lay_out
-from peerloom.optim.matrix_fsdp.lifeline import lifeline_of
+from peerloom.optim.matrix_fsdp.lifeline import lifeline_of, sever
 from peerloom.optim.matrix_fsdp.links import FAN_OUTS, FanOut, Links, ReplicaLinks
 from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
@@ -84,19 +85,19 @@ def matrix_fully_shard(
     links, device = groups[0], _device(mesh)
     dtypes = [dtypes_of(unit, policy_mp) for unit in units]
     layouts = _layouts(plan, units)
-    with common_file(links, sharing == "auto", device) as file:
+    with common(links, sharing == "auto", device) as there:
         board = None
-        if plan is not None and file.there:
+        if plan is not None and there.words is not None:
             board = lay_out_board(layouts, dtypes, links.world_size)
         if plan is not None and not problem:
             limit = memory_limit if memory_limit is not None else _free_memory(device)
             problem = _too_large(needed(layouts, dtypes, links.rank, reshard_after_forward, board), limit)
         agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out, sharing), problem)
         assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
-        shared = Board(file, board, links.rank) if board is not None else None
-    _watch_over(mesh, groups)
-    if file.reason not in ("", UNWANTED) and links.rank == 0:
-        log.warning("the ranks share no memory and send over gloo instead: %s", file.reason)
+        shared = Board(there, board, links.rank) if board is not None else None
+    _watch_over(mesh, groups, shared)
+    if there.reason not in ("", UNWANTED) and links.rank == 0:
+        log.warning("the ranks share no memory and send over gloo instead: %s", there.reason)
     outer = frozenset(outer_matrices(model))
     replicas = ReplicaLinks(mesh.get_group(0), links) if len(groups) > 1 else None
     made = []
@@ -154,7 +155,7 @@ def _links(mesh: DeviceMesh, timeout_s: float, fan_out: FanOut | None) -> list[L
     return [Links(group, timeout, fan_out or FAN_OUTS.get(dist.get_backend(group), "p2p")) for group in groups]
 
 
-def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
+def _watch_over(mesh: DeviceMesh, groups: Sequence[Links], board: Board | None) -> None:
     """Bounds what is waited for a rank that is gone, and lets its absence be noticed, all over the mesh."""
     for links in groups:
         if not links.on_gloo:  # whose watchdog has known only the time that ranks may take to meet
@@ -165,8 +166,11 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
             groups[0].wires = wires_of(groups[0].group, groups[0].timeout)
         carrying = [links.group for links in groups if links.on_gloo]
         carrying += [links.wires.group for links in groups if links.wires is not None]
+        severing: list[Callable[[], None]] = [partial(sever, group) for group in carrying]
+        if board is not None:
+            severing.append(board.words.close)
         for links in groups:
-            links.watch_over(lifeline, carrying)
+            links.watch_over(lifeline, severing)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -42,5 +42,5 @@ def test_groups_of_nccl_take_the_limit_that_gloo_s_waits_have(monkeypatch: pytes
     limits: list[Any] = []
     monkeypatch.setattr(shard, "_set_pg_timeout", lambda timeout, group: limits.append((timeout, group)))
     for on_gloo in (False, True):
-        shard._watch_over(SimpleNamespace(size=lambda: 1), [links_of(on_gloo=on_gloo)])  # type: ignore[arg-type]
+        shard._watch_over(SimpleNamespace(size=lambda: 1), [links_of(on_gloo=on_gloo)], None)  # type: ignore[arg-type]
     assert limits == [(MINUTE, "group")]
