@@ -125,10 +125,10 @@ class Loss:
 
 
 LOSSES = {
-    "forward": Loss(within="forward"),
+    "forward": Loss(within="forward", case=Case().sending),
     "backward": Loss(within="backward", dies=2),
     "clipping": Loss(within="clipping", dies=0),
-    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"})),
+    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"}).sending),
     "replicas": Loss(ranks=4, dies=3, within="backward", case=Case(replicas=2)),
     "silence": Loss(within="silence"),
 }
