@@ -85,9 +85,10 @@ class Ours(Method):
         board = self.sharded.board
         if board is None:
             return super().held_bytes()
-        return bytes_of(self.held(), but=board.address) + board.layout.resting[self.mesh.get_local_rank()]
+        return bytes_of(self.held(), but=board.address) + board.layout.resting[self.rank]
 
     def buffer_bytes(self) -> int:
+        """Its slots for gradients."""
         board = self.sharded.board
         return sum(board.layout.slot_bytes[self.rank]) if board is not None else 0
 
