@@ -17,9 +17,9 @@ PartsOf: TypeAlias = Callable[[Parcel], list[Tensor]]  # the gradients of a parc
 
 
 class Carrier(Protocol):
-    """Holds a unit's values and brings them, and its gradients, to where they are needed; all but the first two wait.
+    """Holds a unit's values and brings them, and its gradients, to where they are needed.
 
-    What waits raises RankLost.
+    All but `at_rest`, `whole` and `publish` raise RankLost.
     """
 
     def at_rest(self, piece: Piece, start: int) -> Tensor:

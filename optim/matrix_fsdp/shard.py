@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp.agreement import agree
-from peerloom.optim.matrix_fsdp.board import Board, lay_out_board
+from peerloom.optim.matrix_fsdp.board import Board, BoardLayout, lay_out_board
 from peerloom.optim.matrix_fsdp.boarded import Boarded
 from peerloom.optim.matrix_fsdp.carrier import Carrier
 from peerloom.optim.matrix_fsdp.dtypes import dtypes_of
 from peerloom.optim.matrix_fsdp.errors import ShardingError
-from peerloom.optim.matrix_fsdp.host import UNWANTED, common
+from peerloom.optim.matrix_fsdp.host import UNWANTED, Common, common
 from peerloom.optim.matrix_fsdp.layout import UnitLayout, lay_out
 from peerloom.optim.matrix_fsdp.lifeline import lifeline_of, sever
 from peerloom.optim.matrix_fsdp.links import FAN_OUTS, FanOut, Links, ReplicaLinks
@@ -78,24 +78,24 @@ def matrix_fully_shard(
     plan or setting on some rank, a parameter that cannot be owned, too little memory. Raises RankLost.
     """
     policy_mp = mp or MixedPrecisionPolicy()
-    if sharing not in ("auto", "never"):
-        raise ShardingError(f"sharing {sharing!r} is neither auto nor never")
     units, plan, problem = _planned(model, mesh.size(-1), policy, cost, spread_outer, blocks)
+    if sharing not in get_args(Sharing):
+        problem = problem or f"sharing {sharing!r} is neither auto nor never"
     groups = _links(mesh, timeout_s, fan_out)
     links, device = groups[0], _device(mesh)
     dtypes = [dtypes_of(unit, policy_mp) for unit in units]
     layouts = _layouts(plan, units)
     with common(links, sharing == "auto", device) as there:
-        board = None
-        if plan is not None and there.words is not None:
-            board = lay_out_board(layouts, dtypes, links.world_size)
+        board: Board | None = None
         if plan is not None and not problem:
+            layout = lay_out_board(layouts, dtypes, links.world_size) if there.words is not None else None
             limit = memory_limit if memory_limit is not None else _free_memory(device)
-            problem = _too_large(needed(layouts, dtypes, links.rank, reshard_after_forward, board), limit)
+            problem = _too_large(needed(layouts, dtypes, links.rank, reshard_after_forward, layout), limit)
+            if layout is not None and not problem:
+                board, problem = _mapped(there, layout, links.rank)
         agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out, sharing), problem)
-        assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
-        shared = Board(there, board, links.rank) if board is not None else None
-    _watch_over(mesh, groups, shared)
+    assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
+    _watch_over(mesh, groups, board)
     if there.reason not in ("", UNWANTED) and links.rank == 0:
         log.warning("the ranks share no memory and send over gloo instead: %s", there.reason)
     outer = frozenset(outer_matrices(model))
@@ -103,12 +103,20 @@ def matrix_fully_shard(
     made = []
     for index, unit in enumerate(units):
         ways = (index, unit.name, layouts[index], dtypes[index])
-        carrier: Carrier = Wired(*ways, device, links) if shared is None else Boarded(*ways, shared, links)
+        carrier: Carrier = Wired(*ways, device, links) if board is None else Boarded(*ways, board, links)
         made.append(Unit(unit, plan.units[index], layouts[index], dtypes[index], links.rank, device, carrier, replicas))
     _move_buffers(model, device)
     return ShardedModel(
-        model, plan, made, links, shared, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+        model, plan, made, links, board, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
     )
+
+
+def _mapped(there: Common, layout: BoardLayout, rank: int) -> tuple[Board | None, str]:
+    """The board, of which nothing is touched yet; or why it cannot be."""
+    try:
+        return Board(there, layout, rank), ""
+    except OSError as error:
+        return None, f"{layout.nbytes / 2**30:.2f} GiB of memory for all ranks cannot be mapped: {error}"
 
 
 def _layouts(plan: OwnerPlan | None, units: Sequence[UnitModules]) -> list[tuple[UnitLayout, UnitLayout]]:

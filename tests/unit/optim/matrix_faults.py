@@ -70,7 +70,11 @@ def _spoil(model: nn.Module, how: str, mesh: DeviceMesh) -> dict[str, Any]:
         layer.weight = nn.Parameter(spoilt[how]())
     if how == "version":
         torch.__version__ = "2.0.0"  # type: ignore[assignment]
-    return {"policy": "scope_greedy"} if how == "plan" else {"memory_limit": 1000} if how == "memory" else {}
+    settings: dict[str, dict[str, Any]] = {
+        "plan": {"policy": "scope_greedy"}, "memory": {"memory_limit": 1000},
+        "setting": {"sharing": "never"}, "sharing": {"sharing": "always"},
+    }  # fmt: skip
+    return settings.get(how, {})
 
 
 def _bytes_of(parameter: Tensor) -> str:

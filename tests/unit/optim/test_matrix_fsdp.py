@@ -289,6 +289,8 @@ def test_evaluations_and_failed_passes_leave_no_trace(five: Ranks) -> None:
         ("plan", "rank 1 has another plan than rank 0"),
         ("version", "rank 1 has another torch version than rank 0: 2.0.0 instead of"),
         ("memory", "rank 1: the model takes 0.00 GiB where 0.00 GiB are free; use more ranks"),
+        ("setting", "rank 1 has another sharding setting than rank 0"),
+        ("sharing", "rank 1: sharing 'always' is neither auto nor never"),
         ("view", "rank 1: parameter model.layers.1.mlp.up_proj.weight is a view into a larger tensor"),
         ("strided", "rank 1: parameter model.layers.1.mlp.up_proj.weight is not contiguous"),
         ("sparse", "rank 1: parameter model.layers.1.mlp.up_proj.weight is sparse"),
