@@ -126,10 +126,10 @@ class NodeConfig(BaseSettings):
         le=255,
     )
     max_upload: int = _setting(
-        0, "bytes a second sent to peers at most, the DHT's own traffic apart; 0: no cap", _RATE, ge=0, le=10**12
+        0, "bytes a second sent to peers at most, the DHT's traffic among them; 0: no cap", _RATE, ge=0, le=10**12
     )
     max_download: int = _setting(
-        0, "bytes a second received from peers at most, the DHT's own traffic apart; 0: no cap", _RATE, ge=0, le=10**12
+        0, "bytes a second received from peers at most, the DHT's traffic among them; 0: no cap", _RATE, ge=0, le=10**12
     )
     allow: tuple[PeerId, ...] = _setting(
         (), "peer ids to deal with; empty: everyone", "a list of peer ids, 12D3KooW..."

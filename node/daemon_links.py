@@ -14,6 +14,7 @@ from importlib import metadata
 from peerloom.node.config import default_name
 from peerloom.node.daemon_home import Home
 from peerloom.node.daemon_run import AgreedRun
+from peerloom.node.dht_traffic import DhtTraffic
 from peerloom.node.facts import Facts
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.http_endpoint import SERVED_AT, parse_endpoint
@@ -79,9 +80,11 @@ async def open_links(home: Home, run: AgreedRun, stack: AsyncExitStack) -> Links
     facts = _facts(home, transport, certificate.der)
     view = SwarmView(home.discovery, facts, spec, clock, run.signed)
     await home.discovery.attach(reaching.tunnels.attach)
+    home.discovery.room = traffic.save
     mappings = (port_mapping_of(config, transport), leg_mapping_of(config, leg_port))
     driver = reaching.driver(transport, view, facts, home.discovery, *mappings)
-    jobs = (driver.run, *(each.run for each in mappings if each is not None))
+    dht = DhtTraffic(traffic, lambda: home.discovery.p2pd_pid, clock, facts.count)
+    jobs = (driver.run, dht.run, *(each.run for each in mappings if each is not None))
     return Links(transport=transport, reaching=reaching, facts=facts, view=view, jobs=jobs)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from peerloom.node.announce import announce_multiaddrs, best_first
 from peerloom.node.backoff import Backoff
-from peerloom.node.dht_stack import DhtStack
+from peerloom.node.dht_stack import DhtStack, Room, no_wait
 from peerloom.node.identity import Identity
 from peerloom.node.p2pd import P2pDaemon, P2pdOptions, listen_multiaddrs
 from peerloom.node.ports import HeldPort, hold_port
@@ -64,6 +64,7 @@ class DhtMember:
         self._stack: DhtStack | None = None
         self._contacts: dict[PeerId, str] = {}
         self._hooks: list[Callable[[P2pDaemon], Awaitable[None]]] = []
+        self.room: Room = no_wait  # what a find waits for
         self._has_moved = asyncio.Event()
         self._redials: dict[PeerId, Backoff] = {}
         self._rng = random.Random(settings.identity.peer_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from peerloom.node.dht_looks import Looks
@@ -28,6 +28,12 @@ FIND_TIMEOUT_S: Final = 6.0
 REPLICAS: Final = 5  # nodes that a record is stored at, the nearest to its key
 HOMES_S: Final = 30.0  # between looks at who they are
 
+Room = Callable[[int], Awaitable[None]]
+
+
+async def no_wait(size: int) -> None:
+    """There is room for any number of bytes."""
+
 
 class DhtStack:
     """Started by `start`, in the DHT after `join`."""
@@ -37,6 +43,7 @@ class DhtStack:
         self._dht: Any = None  # hivemind.dht.DHTNode
         self._client_only = False
         self._looks: dict[bytes, Looks] = {}
+        self._answers: dict[bytes, int] = {}  # bytes of all that stood under a key when it was last found
         self._searched: dict[bytes, float] = {}  # when the nodes near a key were last looked for, in the loop's time
 
     @classmethod
@@ -137,12 +144,17 @@ class DhtStack:
         own = self._dht.node_id.xor_distance(key_id)
         return not self._client_only and sum(node.xor_distance(key_id) < own for node, _ in near) < REPLICAS
 
-    async def find(self, key: bytes) -> list[tuple[str, bytes, float]]:
-        """(subkey, value, expiration) of each entry; empty when nothing is found within FIND_TIMEOUT_S."""
+    async def find(self, key: bytes, room: Room = no_wait) -> list[tuple[str, bytes, float]]:
+        """(subkey, value, expiration) of each entry; empty when nothing is found within FIND_TIMEOUT_S.
+
+        Begins when there is `room` for about as many bytes as will come.
+        """
         if not self._live:
             return []
         looks = self._looks.setdefault(key, Looks())
         asked = looks.ask(stored_here=self._is_near(key))
+        neighbours = len(self._dht.protocol.routing_table.uid_to_peer_id)
+        await room(min(asked, neighbours) * self._answers.get(key, 0))
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 found = await self._dht.get(key, latest=True, beam_size=asked)
@@ -150,6 +162,7 @@ class DhtStack:
             return []
         entries = found.value.items() if found is not None and isinstance(found.value, dict) else ()
         looks.found({subkey for subkey, _ in entries})
+        self._answers[key] = sum(len(subkey) + len(item.value) for subkey, item in entries)
         return [(subkey, item.value, item.expiration_time) for subkey, item in entries]
 
     def kept(self) -> list[tuple[Any, Any]]:

@@ -199,4 +199,4 @@ class DhtDiscovery(DhtMember):
         return await stack.store(key, subkey, value, expires_at) or self._alone(stack)
 
     async def _find(self, key: bytes) -> list[tuple[str, bytes, float]]:
-        return await self._stack.find(key) if self._stack else []
+        return await self._stack.find(key, self.room) if self._stack else []

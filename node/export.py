@@ -1,4 +1,8 @@
-"""The newest checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens offline."""
+"""The newest checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens offline.
+
+It is one node's model. Of GASLoC's nodes each has its own, apart by the consensus distance that `peer status` shows;
+the usual measure is the loss of their average, which no node of a live swarm holds.
+"""
 
 from __future__ import annotations
 

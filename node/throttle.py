@@ -1,6 +1,7 @@
 """The node's caps on what it sends and receives, over all calls and all that it relays, and the count of it.
 
-Not in it: framing, and the DHT's own traffic, which is p2pd's. deploy/README.md tells how much that is.
+What the libp2p daemon moves beside them, the DHT's traffic, is taken from the caps as `dht_traffic` sees it. Not in it:
+the framing of TLS and HTTP/2. deploy/README.md tells how much that is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from peerloom.node.seams import Clock
+from peerloom.protocol.beside import Beside
 from peerloom.protocol.bucket import Bucket, agreed_bytes, slice_bytes
 from peerloom.protocol.limits import LEAST_CHUNK_BYTES
 from peerloom.protocol.messages import Accept, FetchRequest, Offer
@@ -77,8 +79,19 @@ class ChunkSize:
             self.bytes = agreed_bytes(self._caps.send_bytes, message.max_chunk_bytes)
 
 
+@dataclass(slots=True)
+class Crossed:
+    """Bytes of tunnels that have gone through the libp2p daemon, and are counted as calls or as relayed."""
+
+    sent: int = 0
+    received: int = 0
+
+
 class Traffic:
-    """Bytes of all messages and of what is relayed so far, and the waits that hold them to the caps."""
+    """Bytes of all messages and of what is relayed so far, and the waits that hold them to the caps.
+
+    `beside_up` and `beside_down` take from the caps what moves beside those.
+    """
 
     def __init__(self, clock: Clock, caps: Caps = NO_CAPS) -> None:
         self.sent = 0
@@ -87,6 +100,13 @@ class Traffic:
         self._clock = clock
         self._up = Bucket(caps.upload) if caps.upload else None
         self._down = Bucket(caps.download) if caps.download else None
+        self.beside_up, self.beside_down = Beside(self._up), Beside(self._down)
+        self.crossed = Crossed()
+
+    async def save(self, size: int) -> None:
+        """Waits until the download cap has room for `size` bytes that this node will have others send beside calls."""
+        if (seconds := self.beside_down.saved(size, self._clock.monotonic())) > 0:
+            await asyncio.sleep(seconds)
 
     async def may_send(self, size: int) -> None:
         """Waits until `size` bytes may leave; count them in `sent` when they have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from peerloom.node.seams import Clock
 from peerloom.node.throttle import Traffic
 from peerloom.node.tunnel_leg_dial import LegDialer
 from peerloom.node.tunnel_legs import Count, LegPort, Place
-from peerloom.node.tunnel_pump import READ_BYTES, hang_up, join, relay
+from peerloom.node.tunnel_pump import READ_BYTES, Passing, hang_up, join, relay
+from peerloom.node.tunnel_splice import Moved
 from peerloom.protocol import tunnel
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
 from peerloom.protocol.relay_desk import Pair, RelayDesk, RelayShares
@@ -217,7 +219,7 @@ class Tunnels:
                 stream = await self._leg_dialer.choose(self._daemon, bearer, stream, offer)
                 settle()
                 self._count("tunnels_delivered", 1.0)
-                await join(local, stream, self._passing("tunnel_bytes_in"))
+                await join(local, stream, self.counting(local, stream))
             finally:
                 self._origins.pop((host, port), None)
                 local[1].close()
@@ -248,7 +250,8 @@ class Tunnels:
 
     async def _carry(self, one: Stream, other: Stream, pair: Pair) -> None:
         read_bytes = min(READ_BYTES, self._traffic.caps.carried_bytes)
-        await relay(one, other, self._sharing(pair), read_bytes=read_bytes)
+        there, back = self._sharing(pair, one, other), self._sharing(pair, other, one)
+        await relay(one, other, (there, back), read_bytes=read_bytes)
 
     async def _reach(self, source: PeerId, target: PeerId) -> Stream | Refusal:
         """The relay's step to the target.
@@ -313,20 +316,42 @@ class Tunnels:
             stream[1].transport.abort()  # a close would wait for one that does not read
             self.desk.unkept(source, place)
 
-    def _passing(self, metric: str) -> Callable[[int], float]:
-        def passing(size: int) -> float:
-            self._count(metric, float(size))
+    def counting(self, local: Stream, stream: Stream) -> Passing:
+        """Counts what a tunnel that ends here moves, into it and out of it."""
+        into, out = self._crossing(local, stream), self._crossing(stream, local)
+
+        def outward(size: int) -> float:
+            self._count("tunnel_sent_bytes", float(size))
+            into(size)
             return 0.0
 
-        return passing
+        def inward(size: int) -> float:
+            self._count("tunnel_received_bytes", float(size))
+            out(size)
+            return 0.0
 
-    def _sharing(self, pair: Pair) -> Callable[[int], float]:
+        return outward, inward
+
+    def _sharing(self, pair: Pair, source: Stream, sink: Stream) -> Moved:
+        crossing = self._crossing(source, sink)
+
         def passing(size: int) -> float:
             self._count("relayed_bytes", float(size))
+            crossing(size)
             shared_s = self._shares.wait_s(pair, size, self._clock.monotonic())
             return max(shared_s, self._traffic.carry_s(size))
 
         return passing
+
+    def _crossing(self, source: Stream, sink: Stream) -> Callable[[int], None]:
+        """Takes note of what has come, and will go, by way of p2pd, whose connections are counted as a whole."""
+        crossed, comes, goes = self._traffic.crossed, _over_libp2p(source), _over_libp2p(sink)
+
+        def crossing(size: int) -> None:
+            crossed.received += size * comes
+            crossed.sent += size * goes
+
+        return crossing
 
     async def stop(self) -> None:
         """Ends all tunnels that others opened here; safe to call twice."""
@@ -338,6 +363,12 @@ class Tunnels:
         await self._leg_dialer.stop()
         await self._leg_port.stop()
         self._daemon = None
+
+
+def _over_libp2p(stream: Stream) -> bool:
+    """Whether it is p2pd that has the connection: all that leads to it is a socket of this machine's."""
+    under = stream[1].get_extra_info("socket")
+    return under is not None and under.family == socket.AF_UNIX
 
 
 async def _ask(daemon: P2pDaemon, via: PeerId, header: Header, timeout_s: float) -> tuple[Stream, Taken]:

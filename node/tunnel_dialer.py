@@ -80,11 +80,8 @@ class TunnelEndpoint:
             if self._local is None:
                 await hang_up(self._stream[1])
         assert self._local is not None  # the event says so
-        self._judge(await join(self._local, self._stream, self._moved, ending=self._ending))
-
-    def _moved(self, size: int) -> float:
-        self._dialer.count("tunnel_sent_bytes", float(size))
-        return 0.0
+        counting = self._dialer.counting(self._local, self._stream)
+        self._judge(await join(self._local, self._stream, counting, ending=self._ending))
 
     def _judge(self, ending: Ending) -> None:
         """What the end says of the relay: one in order, asked for by this side, says nothing."""
@@ -154,6 +151,7 @@ class TunnelDialer:
     def __init__(self, tunnels: Tunnels, book: RelayBook, clock: Clock, record_of: RecordOf, count: Count) -> None:
         self.clock = clock
         self.count = count
+        self.counting = tunnels.counting
         self._tunnels = tunnels
         self._book = book
         self._record_of = record_of

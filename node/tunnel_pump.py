@@ -24,6 +24,7 @@ IDLE_S = 120.0  # without a byte either way: grpc's keepalive asks every 10 s wh
 FLUSH_S = 5.0  # what is written last may take so long
 
 Copying = Callable[[], Coroutine[None, None, None]]
+Passing = tuple[Moved, Moved]  # there, and back
 
 
 @dataclass(slots=True)
@@ -45,19 +46,19 @@ class Ending:
 
 
 async def relay(
-    one: Stream, other: Stream, passing: Moved, idle_s: float = IDLE_S, read_bytes: int = READ_BYTES
+    one: Stream, other: Stream, passing: Passing, idle_s: float = IDLE_S, read_bytes: int = READ_BYTES
 ) -> None:
     """Copies both ways, in pieces of `read_bytes` at most, until either side is over or nothing has moved for `idle_s`.
 
-    Closes both.
+    `passing` counts what goes from `one` to `other`, and what comes back. Closes both.
     """
     try:
-        async with _idle(passing, idle_s) as moved, taken(one, other) as sockets:
+        async with _idle(passing, idle_s) as (going, coming), taken(one, other) as sockets:
             if sockets is None:
-                await _first(_copy(one[0], other[1], moved, read_bytes), _copy(other[0], one[1], moved, read_bytes))
+                await _first(_copy(one[0], other[1], going, read_bytes), _copy(other[0], one[1], coming, read_bytes))
             else:
-                there = Way(sockets.one, sockets.other, sockets.there, sockets.early_one, moved, read_bytes)
-                back = Way(sockets.other, sockets.one, sockets.back, sockets.early_other, moved, read_bytes)
+                there = Way(sockets.one, sockets.other, sockets.there, sockets.early_one, going, read_bytes)
+                back = Way(sockets.other, sockets.one, sockets.back, sockets.early_other, coming, read_bytes)
                 await _first(there.run(), back.run())
     except (OSError, TimeoutError):
         pass  # whichever side is left sees its stream end
@@ -66,16 +67,17 @@ async def relay(
 
 
 async def join(
-    local: Stream, stream: Stream, passing: Moved, idle_s: float = IDLE_S, ending: Ending | None = None
+    local: Stream, stream: Stream, passing: Passing, idle_s: float = IDLE_S, ending: Ending | None = None
 ) -> Ending:
     """Carries a local connection over a tunnel until both directions have ended, or one breaks; closes both.
 
-    `ending` is filled in as it goes, and returned. Who cancels it gives up what still waits to be written.
+    `passing` counts what goes into the tunnel, and what comes out of it. `ending` is filled in as it goes, and
+    returned. Who cancels it gives up what still waits to be written.
     """
     ending = ending or Ending()
     try:
-        async with _idle(passing, idle_s) as moved, taken(local, stream) as sockets:
-            heard = _hearing(moved, ending)
+        async with _idle(passing, idle_s) as (moved, coming), taken(local, stream) as sockets:
+            heard = _hearing(coming, ending)
             outward: Copying
             inward: Copying
             if sockets is None:
@@ -116,16 +118,19 @@ async def hang_up(*writers: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def _idle(passing: Moved, idle_s: float) -> AsyncIterator[Moved]:
+async def _idle(passing: Passing, idle_s: float) -> AsyncIterator[Passing]:
     """`passing`, without which what is enclosed ends with a TimeoutError after `idle_s`."""
     loop = asyncio.get_running_loop()
     time, moved_at = loop.time, loop.time()
     timer: asyncio.TimerHandle
 
-    def moved(size: int) -> float:
-        nonlocal moved_at
-        moved_at = time()
-        return passing(size)
+    def noting(way: Moved) -> Moved:
+        def moved(size: int) -> float:
+            nonlocal moved_at
+            moved_at = time()
+            return way(size)
+
+        return moved
 
     def look() -> None:
         """A timer moved for each piece would cost more than the piece."""
@@ -138,7 +143,7 @@ async def _idle(passing: Moved, idle_s: float) -> AsyncIterator[Moved]:
     timer = loop.call_later(idle_s, look)
     try:
         async with asyncio.timeout(None) as idle:
-            yield moved
+            yield noting(passing[0]), noting(passing[1])
     finally:
         timer.cancel()
 

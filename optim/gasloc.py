@@ -9,7 +9,8 @@ For worker i with neighbours j, per element, in fp32, each operation rounded onc
     "pre"  (the paper's equation):  theta' = mix + gamma * (y - previous),    previous' = y
     "post" (DiLoCo on an exact average): theta' = mix + gamma * (mix - previous),  previous' = mix
 
-and previous starts as theta_0. "pre" is the default because it is the paper's equation; the values of its experiments
+and previous starts as theta_0. A drift is not divided by its number of local steps, as in the paper: who takes more
+moves the mean by more. "pre" is the default because it is the paper's equation; the values of its experiments
 are not known, and DiLoCo's form is "post". Groups that take their mean pairwise, one pair after the other (`average`),
 have
 

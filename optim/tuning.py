@@ -132,12 +132,13 @@ def default_tuning(
     Derived: on a fixed graph, the pair of a grid with gamma at least 0.3 at the best rate over the graph's own spectrum
     (for "pre" it comes near `best_heavy_ball` on sparse graphs). Matchings, sequences and groups are made for
     alpha = 1. Measured: with one random peer of 8 (H = 16, 3 seeds) and in groups of 4 of 16 in fragments (H = 14 to
-    24, 3 seeds) 0.3 was best, since more momentum costs consensus. Where that gamma is not stable, the largest multiple
-    of 0.05 with a rate under 0.98.
+    24, 3 seeds) 0.3 was best, since more momentum costs consensus; in "pre", to which it costs more, one random peer
+    does best with 0.2. Where that gamma is not stable, the largest multiple of 0.05 with a rate under 0.98.
     """
     if kind in FIXED and n > 1:
         return _best_fixed(_spectrum(kind, n, graph), momentum)[:2]
-    for steps in range(round(_LEAST_GAMMA * 20), 0, -1):
+    most = 0.2 if kind == "1peer" and momentum == "pre" else _LEAST_GAMMA
+    for steps in range(round(most * 20), 0, -1):
         if rate(kind, n, 1.0, steps / 20, momentum, group=group) < 0.98:
             return 1.0, steps / 20
     return 1.0, 0.0

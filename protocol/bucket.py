@@ -6,6 +6,8 @@ from peerloom.protocol.limits import CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_RATE
 
 SLICE_S = 0.15  # what one message of a payload may take of the cap's time; a small call waits for two a stream
 SLACK_S = 0.05  # time that a late timer may make up for
+WINDOW_S = 5.0  # over which a cap is to hold
+LEAST_SHARE = 0.5  # of the cap, that is never held back
 LEAST_CAP = 2 * LEAST_RATE  # bytes a second: an exchange and a fetch at once are still not broken off as too slow
 _ALIGNMENT = 4  # bytes of a number
 
@@ -20,14 +22,28 @@ class Bucket:
     def __init__(self, rate: int) -> None:
         if rate <= 0:
             raise ValueError(f"a cap is a positive number of bytes a second, not {rate}")
-        self._rate = rate
+        self.rate = rate
+        self._passing = float(rate)  # what is not held back
         self._free_at = float("-inf")
 
     def wait_s(self, size: int, now: float) -> float:
         """Takes `size` bytes of the cap; returns in how many seconds they may pass."""
         free_at = max(self._free_at, now - SLACK_S)
-        self._free_at = free_at + size / self._rate
+        self._free_at = free_at + size / self._passing
         return max(0.0, free_at - now)
+
+    def charge(self, size: float, now: float) -> float:
+        """Takes what does not wait for its turn; returns in how many seconds its time is over, WINDOW_S at most.
+
+        What would keep others waiting longer is let go: it is out of every window by then.
+        """
+        free_at = max(self._free_at, now - SLACK_S)
+        self._free_at = max(free_at, min(free_at + size / self._passing, now + WINDOW_S))
+        return max(0.0, self._free_at - now)
+
+    def hold_back(self, rate: float) -> None:
+        """From now on leaves so many bytes a second of the cap unused, half of it at most."""
+        self._passing = self.rate - min(rate, LEAST_SHARE * self.rate)
 
 
 def slice_bytes(rate: int) -> int:

@@ -1,4 +1,23 @@
-"""A round's exchanges, in order: which matchings each fragment goes through, from (seed, round, size of the swarm)."""
+"""A round's exchanges, in order: which matchings each fragment goes through, from (seed, round, size of the swarm).
+
+A group that loses a member stays whole. A leg's pieces are averaged half and half or replaced by the partner's, never
+summed up, and what a halving did not take its doubling does not give back: so whichever legs fail, on one side or on
+both, each piece that a member holds is a mean of proposals with weights that sum to 1, the lost one's among them. All
+legs between those who are left are kept that do not give back what came of the lost one's, and nobody waits longer for
+it than for any partner that is not there. Of later rounds, the one in which its loss comes to be known may lack more:
+who plans with it still does not meet those who do not, and has to catch up in the next. From then on all are whole.
+
+What is moved is the mean of those who are left, off that of their own proposals. With the proposals' largest distance
+as the unit, it is on average over the pieces, and at most in one, for groups of 4 and of 8:
+
+    lost before the round            0.08, 0.17 and 0.09, 0.14
+    after the first halving          0.13, 0.25 and 0.10, 0.14
+    between halving and doubling     0.21, 0.33 and 0.15, 0.29
+    after the first doubling         0.29, 0.33 and 0.19, 0.29
+    after the round                  0.25, 0.25 and 0.13, 0.13
+
+The lost one's weight in that mean is at most 1/4 and 1/8.
+"""
 
 from __future__ import annotations
 

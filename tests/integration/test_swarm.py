@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -73,6 +75,10 @@ def test_two_joiners_find_and_teach_each_other(swarm: Swarm, record_property: Re
     assert seen["totals"]["trainers"] == seen["totals"]["training"] == 2
     assert seen["run"]["id"] == a.run_dir.name
     assert all(row["partners"] for row in seen["nodes"] if row["role"] == "trainer")
+    if sys.platform.startswith("linux"):
+        with urllib.request.urlopen(a.page() + "metrics", timeout=20) as answer:
+            (moved,) = re.findall(rb"^peerloom_dht_received_bytes_total (\S+)$", answer.read(), re.MULTILINE)
+        assert float(moved) > 10_000  # the records of three nodes, again and again
 
 
 def test_a_late_joiner_begins_where_its_donor_is(swarm: Swarm) -> None:

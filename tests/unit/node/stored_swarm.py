@@ -20,7 +20,7 @@ class StoredRecords:
     values: dict[bytes, list[tuple[str, bytes, float]]]
     asked: list[bytes] = field(default_factory=list)
 
-    async def find(self, key: bytes) -> list[tuple[str, bytes, float]]:
+    async def find(self, key: bytes, room: object) -> list[tuple[str, bytes, float]]:
         self.asked.append(key)
         return self.values.get(key, [])
 

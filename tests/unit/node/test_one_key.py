@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from peerloom.node.dht_records import key_bytes, peers_key
-from peerloom.node.dht_stack import DhtStack
+from peerloom.node.dht_stack import DhtStack, Room
 from tests.unit.node.discovery_swarm import RUN, DhtSwarm
 
 
@@ -20,9 +20,9 @@ async def test_all_records_of_a_run_are_read_by_one_key(tmp_path: Path) -> None:
         keys: list[bytes] = []
         find = DhtStack.find
 
-        async def counting(self: DhtStack, key: bytes) -> list[tuple[str, bytes, float]]:
+        async def counting(self: DhtStack, key: bytes, room: Room) -> list[tuple[str, bytes, float]]:
             keys.append(key)
-            return await find(self, key)
+            return await find(self, key, room)
 
         with patch.object(DhtStack, "find", counting):
             assert len(await b.discovery.peers()) == 1

@@ -59,6 +59,9 @@ def freely(_: int) -> float:
     return 0.0
 
 
+FREELY = (freely, freely)
+
+
 class Path:
     """client – join – relay – join – server; `endings` are those of the two joins."""
 
@@ -74,10 +77,10 @@ class Path:
         relay_out, into = await pair()
         self.server, local_b = await local_pair()
         self.jobs = [
-            asyncio.create_task(join(local_a, out, freely, idle_s)),
-            asyncio.create_task(join(local_b, into, freely, idle_s)),
+            asyncio.create_task(join(local_a, out, FREELY, idle_s)),
+            asyncio.create_task(join(local_b, into, FREELY, idle_s)),
         ]
-        self.relaying = asyncio.create_task(relay(relay_in, relay_out, freely, idle_s))
+        self.relaying = asyncio.create_task(relay(relay_in, relay_out, FREELY, idle_s))
 
     async def endings(self) -> list[Ending]:
         async with asyncio.timeout(WITHIN_S):
@@ -161,7 +164,7 @@ async def test_a_relay_that_ends_is_told_as_broken_and_ends_both() -> None:
 async def test_a_relay_that_drops_the_rest_of_a_frame_is_told_as_broken() -> None:
     client, local = await local_pair()
     stream, crook = await pair()
-    joined = asyncio.create_task(join(local, stream, freely))
+    joined = asyncio.create_task(join(local, stream, FREELY))
     crook[1].write(tunnel.frame_head(100) + bytes(10))
     crook[1].write_eof()
     ending = await joined
@@ -179,11 +182,11 @@ async def test_a_tunnel_on_which_nothing_moves_ends() -> None:
 async def test_frames_that_are_none_are_noticed(early: bool) -> None:
     client, local = await local_pair()
     stream, crook = await pair()
-    joined = None if early else asyncio.create_task(join(local, stream, freely))
+    joined = None if early else asyncio.create_task(join(local, stream, FREELY))
     crook[1].write(b"!" + (tunnel.MAX_FRAME_BYTES + 1).to_bytes(4, "big") if early else b"\xff" * 4)
     if early:
         await stream[0].readexactly(1)
-    ending = await (joined or join(local, stream, freely))
+    ending = await (joined or join(local, stream, FREELY))
     assert isinstance(ending.error, MalformedMessage)
     await hang_up(client[1], crook[1])
 
@@ -201,7 +204,7 @@ async def test_what_a_reader_holds_when_its_stream_is_joined_comes_first(kept: i
     far[1].write(b"!" + framed[:kept])
     assert await stream[0].readexactly(1) == b"!"
     client[1].write(b"from here")
-    joined = asyncio.create_task(join(local, stream, freely))
+    joined = asyncio.create_task(join(local, stream, FREELY))
     far[1].write(framed[kept:] + tunnel.END)
     client[1].write_eof()
     async with asyncio.timeout(WITHIN_S):
@@ -218,7 +221,7 @@ async def test_what_a_relay_holds_and_has_yet_to_write_comes_first() -> None:
     assert await one[0].readexactly(1) == b"!"
     answer = os.urandom(2 << 20)
     one[1].write(answer)  # more than the socket takes
-    relaying = asyncio.create_task(relay(one, other, freely))
+    relaying = asyncio.create_task(relay(one, other, FREELY))
     target[1].write(b"late")
     asker[1].write_eof()
     async with asyncio.timeout(WITHIN_S):
@@ -238,7 +241,7 @@ async def test_pieces_are_as_small_as_asked_and_wait_as_long_as_told() -> None:
         return 0.001 * (len(passed) % 2)
 
     data = os.urandom(1 << 20)
-    relaying = asyncio.create_task(relay(one, other, passing, read_bytes=1 << 14))
+    relaying = asyncio.create_task(relay(one, other, (passing, passing), read_bytes=1 << 14))
     asker[1].write(data)
     asker[1].write_eof()
     async with asyncio.timeout(WITHIN_S):
@@ -336,7 +339,7 @@ def test_what_moves_puts_the_idle_end_off() -> None:
     async def trial() -> float:
         loop = asyncio.get_running_loop()
         with pytest.raises(TimeoutError):
-            async with _idle(freely, 120.0) as moved:
+            async with _idle(FREELY, 120.0) as (moved, _):
                 for pause_s in (100.0, 50.0, 1000.0):
                     await asyncio.sleep(pause_s)
                     moved(1)

@@ -138,6 +138,7 @@ def test_defaults_are_stable_for_every_size(kind: Kind, momentum: Momentum) -> N
 
 def test_defaults_are_as_said() -> None:
     assert default_tuning("1peer", 16) == default_tuning("groups", 16) == (1.0, 0.3)
+    assert default_tuning("1peer", 16, "pre") == (1.0, 0.2)  # as a spec's own default
     alpha, gamma = default_tuning("complete", 16)
     assert alpha == pytest.approx(2 / 16) and gamma == 0.3
     ring = Graph.ring(16)

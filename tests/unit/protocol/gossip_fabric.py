@@ -91,7 +91,7 @@ class Fabric:
     ) -> None:
         self.rng = random.Random(seed)
         self.rounds, self.loss, self.train_s = rounds, loss, train_s
-        spec = GaslocSpec(pairing=pairing, match_timeout_s=match_timeout_s, **gasloc)  # type: ignore[arg-type]
+        self.spec = spec = GaslocSpec(pairing=pairing, match_timeout_s=match_timeout_s, **gasloc)  # type: ignore[arg-type]
         self.timeout_s, self.fragments = match_timeout_s, spec.fragments
         self.sizes = sizes = tuple(PAYLOAD_BYTES + piece for piece in range(spec.fragments * plan.pieces(spec)))
         self.ids = [PeerId(f"peer{i}") for i in range(count)]
@@ -107,6 +107,9 @@ class Fabric:
         self.serial = 0
         self.now = 0.0
         self.acknowledged: set[tuple[int, Place]] = set()  # (node, turn) that committed on the accepting side
+        self.lost: set[int] = set()
+        self.killed: set[int] = set()  # of them, whom a connection reaches no more
+        self.forgotten: set[int] = set()  # whose records have expired
         self.log: list[str] = []
         for i in range(count):
             seen = tuple(ev.PeerSeen(p, 0) for p in self.ids if p != self.ids[i])
@@ -158,7 +161,7 @@ class Fabric:
 
     def feed(self, i: int, event: ev.Event) -> None:
         node = self.nodes[i]
-        if node.silent and not isinstance(event, ev.PeersChanged):
+        if i in self.lost or (node.silent and not isinstance(event, ev.PeersChanged)):
             return
         effects = node.machine.handle(event, self.now)
         node.machine.check_invariants()
@@ -235,12 +238,27 @@ class Fabric:
             if j != i:
                 self.at(self.now + self.rng.uniform(0, 2), lambda j=j: self.lose_sight(j))  # type: ignore[misc]
 
+    def lose(self, i: int, *, killed: bool, noticed_s: float) -> None:
+        """Node i hangs, or is killed and its connections break; the others learn it in the 2 s after `noticed_s`."""
+        self.nodes[i].silent = True
+        self.lost.add(i)
+        if killed:
+            self.killed.add(i)
+            for stream in list(self.streams.values()):
+                if i in (stream.ends[0].node, stream.ends[1].node):
+                    self.sever(stream)
+        self.at(self.now + noticed_s, lambda: self.forgotten.add(i))
+        for j in range(len(self.nodes)):
+            if j != i:
+                when = self.now + noticed_s + self.rng.uniform(0, 2)
+                self.at(when, lambda j=j: self.lose_sight(j))  # type: ignore[misc]
+
     def lose_sight(self, j: int) -> None:
         """Node j's view catches up: it holds those that still have rounds to go."""
         seen = tuple(
             ev.PeerSeen(peer, self.nodes[k].machine.round)
             for k, peer in enumerate(self.ids)
-            if k != j and (self.nodes[k].silent or self.nodes[k].over < self.rounds)
+            if k not in {j, *self.forgotten} and (self.nodes[k].silent or self.nodes[k].over < self.rounds)
         )
         self.feed(j, ev.PeersChanged(seen))
 
@@ -253,7 +271,7 @@ class Fabric:
             return
         if last:
             mine.open = False
-        if self.rng.random() < self.loss:
+        if self.rng.random() < self.loss or theirs.node in self.killed:
             return self.sever(stream)
         theirs.inbox.append(message)
         theirs.last_at = max(theirs.last_at, self.now + self.rng.uniform(0.001, 0.2))
