@@ -63,7 +63,7 @@ def common(links: Links, wanted: bool, device: torch.device) -> Common:
             mine.make(links)
     except OSError as error:
         problem = str(error)
-    offers = _told(links, mine.offer(), _OFFER_BYTES + _PIPE_BYTES * links.world_size)
+    offers = _told(links, "" if problem else mine.offer(), _OFFER_BYTES + _PIPE_BYTES * links.world_size)
     try:
         if all(offers):
             mine.open([json.loads(offer) for offer in offers], links.rank)
@@ -71,7 +71,7 @@ def common(links: Links, wanted: bool, device: torch.device) -> Common:
         problem = str(error)
     problems = zip(links.ranks, _told(links, problem, _REASON_BYTES), strict=True)
     reason = next((told if told == UNWANTED else f"rank {rank}: {told}" for rank, told in problems if told), "")
-    close_all(fd for fd in mine.offered.values())  # the others have them
+    close_all(mine.offered.values())  # the others have them
     if reason:
         close_all([*mine.incoming.values(), *mine.outgoing.values(), *([mine.file] if mine.file >= 0 else [])])
         return Common(reason=reason)
@@ -103,9 +103,7 @@ class _Ends:
                 self.incoming[rank], self.offered[rank] = os.pipe()
 
     def offer(self) -> str:
-        """What the others need to open it; "" where nothing was made."""
-        if not self.offered:
-            return ""
+        """What the others need to open it."""
         pipes = {str(rank): [fd, os.fstat(fd).st_ino] for rank, fd in self.offered.items()}
         return json.dumps({"pid": os.getpid(), "file": self.file, "nonce": self.nonce, "pipes": pipes})
 
