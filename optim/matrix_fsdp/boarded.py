@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peerloom.optim.matrix_fsdp.board import Board, word_of
-from peerloom.optim.matrix_fsdp.carrier import PartsOf, add_in_rank_order, flat, joined
+from peerloom.optim.matrix_fsdp.carrier import PartsOf, add_in_order, chunks, flat, joined
 from peerloom.optim.matrix_fsdp.dtypes import Dtypes
 from peerloom.optim.matrix_fsdp.layout import Parcel, UnitLayout
 from peerloom.optim.matrix_fsdp.links import Links
@@ -30,12 +30,8 @@ class Boarded:
         self._apart = dtypes.rest != dtypes.forward
         self._full = self.whole(0, (self._layout.numel,))
         self._own = flat(self._layout.owned_numel[links.rank] if self._apart else 0, dtypes.rest, _CPU)
-        slot = board.layout.slot_of[index]
-        ranks = range(links.world_size)
-        others = [rank for rank in ranks if rank != links.rank]
-        self._outgoing = {to: self._part_of_slot(slot, links.rank, to) for to in others}
-        self._incoming = {source: self._part_of_slot(slot, source, links.rank) for source in others}
-        self._mine: list[tuple[Parcel, Tensor]] = []
+        self._find_places(board.layout.slot_of[index])
+        self._mine: list[Tensor] = []
         self._said = False
 
     def at_rest(self, piece: Piece, start: int) -> Tensor:
@@ -63,22 +59,22 @@ class Boarded:
         """It stays."""
 
     def send(self, parcels: Sequence[Parcel], parts_of: PartsOf) -> None:
-        for parcel in parcels:
+        for parcel, places in zip(parcels, self._outgoing, strict=True):
             parts = parts_of(parcel)
             if parcel.owner == self._links.rank:
-                self._mine.append((parcel, joined(parts)))
-                continue
-            at = parcel.owned_start
-            for part in parts:
-                self._outgoing[parcel.owner][at : at + part.numel()].copy_(part)
-                at += part.numel()
+                part = joined(parts)
+                self._mine += [part[begin:end] for begin, end in chunks(parcel.numel, _CPU)]
+            for place, part in zip(places, parts, strict=False):
+                place.copy_(part)
         self._words.say(self._word, f"reducing {self._name}")
         self._said = True
 
     def add_up(self, by: int) -> Tensor:
         self._wait()
         total = flat(self._gradients.owned_numel[self._links.rank], self._dtypes.sum, _CPU)
-        add_in_rank_order(self._mine, self._links.rank, self._incoming, total, by)
+        places = total.split_with_sizes(self._sizes)
+        for place, part, (lower, higher) in zip(places, self._mine, self._incoming, strict=True):
+            add_in_order([*lower, part, *higher], place, by)
         self._mine = []
         return total
 
@@ -90,6 +86,27 @@ class Boarded:
         if self._said:
             self._words.hear(self._word, f"reducing {self._name}")
             self._said = False
+
+    def _find_places(self, slot: int) -> None:
+        """Where to write, and what to read from ranks below this one and above; found once, as it takes its time."""
+        mine, others = self._links.rank, [rank for rank in range(self._links.world_size) if rank != self._links.rank]
+        sent = {to: self._part_of_slot(slot, mine, to) for to in others}
+        rows = {source: self._part_of_slot(slot, source, mine) for source in others}
+        self._outgoing: list[list[Tensor]] = []  # of each parcel, by piece; none of an own one
+        self._incoming: list[tuple[list[Tensor], list[Tensor]]] = []  # of each run of own elements
+        self._sizes: list[int] = []
+        for parcel in self._gradients.parcels():
+            span = slice(parcel.owned_start, parcel.owned_start + parcel.numel)
+            if parcel.owner != mine:
+                sizes = [piece.numel for piece in parcel.pieces]
+                self._outgoing.append([*sent[parcel.owner][span].split_with_sizes(sizes)])
+                continue
+            self._outgoing.append([])
+            for begin, end in chunks(parcel.numel, _CPU):
+                place = slice(parcel.owned_start + begin, parcel.owned_start + end)
+                lower, higher = ([rows[r][place] for r in others if (r < mine) == below] for below in (True, False))
+                self._incoming.append((lower, higher))
+                self._sizes.append(end - begin)
 
     def _part_of_slot(self, slot: int, source: int, to: int) -> Tensor:
         """What `source` has for `to`: in its slot there is one such part an owner, its own left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -50,27 +50,20 @@ class Carrier(Protocol):
         """Forgets what was sent, once it can meet nothing else."""
 
 
-def add_in_rank_order(
-    mine: Sequence[tuple[Parcel, Tensor]], rank: int, rows: Mapping[int, Tensor], into: Tensor, by: int
-) -> None:
-    """Adds this rank's parts and the rows of the others, each like `into`; in one order, whatever rank adds.
+def add_in_order(addends: Sequence[Tensor], total: Tensor, by: int) -> None:
+    """Their sum, divided, in `total`: given in rank order, whatever rank adds, it is the same bit for bit.
 
-    So the sum is the same bit for bit. `into` may be the row of the lowest other rank.
+    `total` may be one of the first two.
     """
-    for parcel, part in mine:
-        for begin, end in _chunks(parcel.numel, into.device):
-            place = slice(parcel.owned_start + begin, parcel.owned_start + end)
-            addends = {source: row[place] for source, row in rows.items()} | {rank: part[begin:end]}
-            first, second, *others = (addends[source] for source in sorted(addends))
-            total = into[place]
-            if first.dtype == second.dtype == into.dtype:
-                torch.add(first, second, out=total)
-            else:
-                total.copy_(first).add_(second)
-            for each in others:
-                total.add_(each)
-            if by > 1:
-                total.div_(by)
+    first, second = addends[:2]
+    if first.dtype == second.dtype == total.dtype:
+        torch.add(first, second, out=total)
+    else:
+        total.copy_(first).add_(second)
+    for each in addends[2:]:
+        total.add_(each)
+    if by > 1:
+        total.div_(by)
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -83,7 +76,7 @@ def flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _chunks(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def chunks(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """(begin, end) of runs of elements: on the CPU as many as stay in its cache while all ranks' are added up."""
     size = _CPU_CHUNK if device.type == "cpu" else max(1, count)
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))

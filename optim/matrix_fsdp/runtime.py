@@ -54,10 +54,11 @@ class ShardedModel:
     ) -> None:  # fmt: skip
         self.model, self.plan, self.units, self.links, self.board = model, plan, units, links, board
         self.outer = outer  # embeddings and head: AdamW's
-        self._reshard, self._mp = reshard_after_forward, mp
+        self._reshard = reshard_after_forward and board is None  # what is shared takes no memory more while it is open
+        self._mp = mp
         self._in_backward = False
         self._sync = True
-        at_once = 1 if reshard_after_forward or board is not None else REDUCTIONS_KEPT
+        at_once = 1 if self._reshard or board is not None else REDUCTIONS_KEPT
         self._reductions = Reductions(units, at_once, announced=board is not None)
         self._awaited: dict[int, set[str]] = {}  # of each unit: gradients of this backward pass still to come
         for index, unit in enumerate(units):

@@ -40,11 +40,13 @@ class Unit:
             for name, start in self.layout.starts.items()
         }
         modules.found.clear()  # the whole parameters go as soon as their modules have let go of them
-        self._filled = False
+        self._filled, self._installed = False, False
         self._parcels = self.grad_layout.parcels()
         self._gradients: dict[str, Tensor] = {}  # whole ones, as autograd has handed them over
+        self._trained_here = [piece for piece, _ in self.grad_layout.owned[rank] if piece.numel]
         self._reducing = False
-        self.close()
+        self._install(self.sharded)
+        carrier.empty()
 
     @property
     def has_frozen(self) -> bool:
@@ -71,12 +73,17 @@ class Unit:
         """Puts the whole parameters in their modules. Raises RankLost."""
         self.start_open()
         self._carrier.fill()
-        self._install(self.whole)
+        if not self._installed:
+            self._installed = True
+            self._install(self.whole)
 
     def close(self) -> None:
-        """Puts the own pieces back in the modules and frees the full buffer. Raises RankLost."""
-        self._install(self.sharded)
-        self._filled = False
+        """Puts the own pieces back in the modules and frees the full buffer; nothing when closed. Raises RankLost."""
+        if not self._filled:
+            return
+        if self._installed:
+            self._install(self.sharded)
+        self._filled, self._installed = False, False
         self._carrier.empty()
 
     # ---- gradients
@@ -107,10 +114,9 @@ class Unit:
             self._replicas.start_sum(total, f"reducing {self.name}").wait()
             total.div_(self.plan.world_size * self._replicas.world_size)
         self._reducing = False
-        total = total.to(self._dtypes.rest)
-        for piece, start in self.grad_layout.owned[self._rank]:
-            if piece.numel:
-                _accumulate(self.sharded[piece.name], total[start : start + piece.numel].view(piece.shape))
+        parts = total.to(self._dtypes.rest).split_with_sizes([piece.numel for piece in self._trained_here])
+        for piece, part in zip(self._trained_here, parts, strict=True):
+            _accumulate(self.sharded[piece.name], part.view(piece.shape))
 
     def drop_gradients(self) -> None:
         """Forgets gradients that no owner has yet: those of a backward pass that failed. Raises RankLost."""
@@ -143,7 +149,8 @@ class Unit:
         def take(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # ours: autograd has just accumulated it
-            gradient = gradient.to(self._dtypes.reduce)
+            if gradient.dtype != self._dtypes.reduce:
+                gradient = gradient.to(self._dtypes.reduce)
             if name in self._gradients:
                 self._gradients[name].add_(gradient)
             else:
@@ -157,11 +164,13 @@ class Unit:
         """Its pieces' gradients, flat, without a copy."""
         parts = []
         for piece in parcel.pieces:
-            gradient = self._gradients[piece.name]
-            begin = piece.first_row * numel(piece.shape[1:])
-            parts.append(gradient.reshape(-1)[begin : begin + piece.numel])
+            gradient = self._gradients[piece.name].reshape(-1)
             if piece.numel == gradient.numel():
                 del self._gradients[piece.name]  # no more than a parcel is there twice
+            else:
+                begin = piece.first_row * numel(piece.shape[1:])
+                gradient = gradient[begin : begin + piece.numel]
+            parts.append(gradient)
         return parts
 
 

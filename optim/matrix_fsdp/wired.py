@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from peerloom.optim.matrix_fsdp.carrier import PartsOf, add_in_rank_order, flat, joined
+from peerloom.optim.matrix_fsdp.carrier import PartsOf, add_in_order, chunks, flat, joined
 from peerloom.optim.matrix_fsdp.dtypes import Dtypes
 from peerloom.optim.matrix_fsdp.layout import Parcel, UnitLayout, contiguous
 from peerloom.optim.matrix_fsdp.links import Links, Pending, gather_tag, reduce_tag
@@ -90,7 +90,11 @@ class Wired:
             total = rows[1 if rank == 0 else 0]  # the sum takes its place
             if total.dtype != self._dtypes.sum:
                 total = flat(total.numel(), self._dtypes.sum, self._device)
-            add_in_rank_order(mine, rank, rows, total, by)
+            for parcel, part in mine:
+                for begin, end in chunks(parcel.numel, self._device):
+                    place = slice(parcel.owned_start + begin, parcel.owned_start + end)
+                    addends = {source: row[place] for source, row in rows.items()} | {rank: part[begin:end]}
+                    add_in_order([addends[source] for source in sorted(addends)], total[place], by)
         self._forget()
         return total
 
