@@ -21,9 +21,9 @@ Parameters. Others' pieces are read only inside passes: between B and F, and fro
 checkpoint, by a mix with other peers, or converted before it says B. It is outside only once every rank has left the
 pass before (F or E), and no rank is in the next before it says B itself. So it is for a pass without gradients, for one
 with them that no backward pass follows, for several microbatches under `no_sync`, whose backward passes end with E too,
-for frozen parameters, which are in no G, for tied ones, which are one parameter of one unit, and with or without
-`reshard_after_forward`, which only decides when modules hold which tensors. Clipping and the optimizer's step touch
-what a rank owns and its `.grad`, which is never on the board.
+for frozen parameters, which are in no G, and for tied ones, which are one parameter of one unit. With or without
+`reshard_after_forward` the full buffers stay where they are. Clipping and the step touch what a rank owns and its
+`.grad`, which is never on the board.
 
 Gradients. Units are reduced in one order on all ranks (`Reductions`): before a rank copies the gradients of unit k of
 this order to a slot, it has added up those of k - 1, for which it had a G from each other rank. Each said it after it
