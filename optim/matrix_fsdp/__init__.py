@@ -4,7 +4,7 @@ from peerloom.optim.matrix_fsdp.errors import RankLost, ShardingError
 from peerloom.optim.matrix_fsdp.optimizers import OwnerOptimizer, build_optimizer, clip_grad_norm_
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import Owned, ShardedModel, holdings, sharding_of
-from peerloom.optim.matrix_fsdp.shard import matrix_fully_shard
+from peerloom.optim.matrix_fsdp.shard import Sharing, matrix_fully_shard
 
 __all__ = [
     "Owned",
@@ -12,6 +12,7 @@ __all__ = [
     "OwnerPlan",
     "RankLost",
     "ShardedModel",
+    "Sharing",
     "ShardingError",
     "build_optimizer",
     "clip_grad_norm_",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from peerloom.optim.matrix_fsdp.planner import Piece, UnitPlan
+from peerloom.optim.matrix_fsdp.planner import Piece, UnitPlan, numel
 
 ALONE_FROM = 1 << 17  # elements, half a MiB of fp32: below it one more message takes longer than a copy
 
@@ -47,6 +47,10 @@ class UnitLayout:
     def of(self, rank: int) -> list[Extent]:
         """The extents of one owner, in the order of its memory."""
         return [extent for extent in self.extents if extent.owner == rank]
+
+    def place_of(self, piece: Piece) -> int:
+        """Where a piece begins in the full buffer."""
+        return self.starts[piece.name] + piece.first_row * numel(piece.shape[1:])
 
     def parcels(self) -> tuple[Parcel, ...]:
         """All pieces as they travel to their owners: a large one alone, from where it lies; small neighbours as one."""
@@ -93,3 +97,8 @@ def lay_out(unit: UnitPlan, names: Collection[str]) -> UnitLayout:
     return UnitLayout(
         numel=at, starts=starts, extents=tuple(extents), owned=tuple(owned), owned_numel=tuple(owned_numel)
     )
+
+
+def contiguous(shape: Sequence[int]) -> list[int]:
+    """The strides of a tensor that lies without a gap."""
+    return [numel(tuple(shape[at + 1 :])) for at in range(len(shape))]

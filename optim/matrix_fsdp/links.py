@@ -14,13 +14,15 @@ from torch import Tensor
 from peerloom.optim.matrix_fsdp.deadline import Deadline
 from peerloom.optim.matrix_fsdp.errors import RankLost
 from peerloom.optim.matrix_fsdp.layout import Extent, Parcel
-from peerloom.optim.matrix_fsdp.lifeline import Lifeline, sever
+from peerloom.optim.matrix_fsdp.lifeline import Lifeline
 from peerloom.optim.matrix_fsdp.wires import Wires
 
 FanOut = Literal["p2p", "broadcast"]
 FAN_OUTS: dict[str, FanOut] = {"gloo": "p2p", "nccl": "p2p"}
 
 _EXCHANGE_TAG = 1
+_FIRST_TAG = 16  # of a unit's
+_TAGS_A_UNIT = 1 << 12  # more than a unit has extents
 _ROLL_CALL_SHARE = 6  # the part of a timeout in which whoever lives is to answer
 _LEAST_ROLL_CALL = timedelta(seconds=2)
 
@@ -84,11 +86,14 @@ class Links:
         self.timeout = timeout
         self._broadcasts = fan_out == "broadcast"
         self._lifeline: Lifeline | None = None
-        self._failing_together: Sequence[dist.ProcessGroup] = ()
+        self._severing: Sequence[Callable[[], None]] = ()
 
-    def watch_over(self, lifeline: Lifeline, groups: Sequence[dist.ProcessGroup]) -> None:
-        """From now on a failure closes `groups`, and those who then do not answer on `lifeline` are the lost."""
-        self._lifeline, self._failing_together = lifeline, groups
+    def watch_over(self, lifeline: Lifeline, severing: Sequence[Callable[[], None]]) -> None:
+        """From now on a failure calls `severing`, so that others notice it; who is silent on `lifeline` then is lost.
+
+        They close whatever ranks wait for each other in.
+        """
+        self._lifeline, self._severing = lifeline, severing
 
     def deadline(self) -> Deadline:
         """Of one wait; what is left of `timeout` is for the roll call."""
@@ -98,8 +103,8 @@ class Links:
         """What to raise after a failure: before there is a lifeline, the peers of what failed are named."""
         lost = tuple(sorted(self.ranks[peer] for peer in peers if peer is not None))
         if self._lifeline is not None:
-            for group in self._failing_together:
-                sever(group)
+            for sever in self._severing:
+                sever()
             lost = self._lifeline.call(max(self.timeout / _ROLL_CALL_SHARE, _LEAST_ROLL_CALL))
         return RankLost(lost, what, str(error).strip().split("\n")[0])
 
@@ -249,6 +254,11 @@ class ReplicaLinks:
         )
 
 
-def flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new flat tensor, its content undefined."""
-    return torch.empty(numel, dtype=dtype, device=device)
+def gather_tag(index: int) -> int:
+    """The first of those of a unit's gathers."""
+    return _FIRST_TAG + index * 2 * _TAGS_A_UNIT
+
+
+def reduce_tag(index: int) -> int:
+    """The first of those of a unit's reductions."""
+    return gather_tag(index) + _TAGS_A_UNIT

@@ -1,7 +1,8 @@
 """MatrixFSDP (arXiv 2607.05895): whole matrices, each at rest on one rank, gathered around a unit's computation.
 
 A step: a unit is gathered from its owners before its forward pass, and again before its backward pass if it was freed;
-gradients go to the owners, as a mean, while the next unit computes; the optimizer then has nothing to send.
+gradients go to the owners, as a mean, while the next unit computes; the optimizer then has nothing to send. Ranks that
+share memory (`board`) gather nothing: they wait for each other where a pass begins and ends.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from peerloom.optim.matrix_fsdp.board import BACKWARD_ENDS, FORWARD_BEGINS, FORWARD_ENDS, Board
 from peerloom.optim.matrix_fsdp.links import Links, Traffic
 from peerloom.optim.matrix_fsdp.planner import OwnerPlan, Piece
+from peerloom.optim.matrix_fsdp.reductions import Reductions
 from peerloom.optim.matrix_fsdp.trees import cast, on_gradient, tensors_in
 from peerloom.optim.matrix_fsdp.unit import Unit
 
@@ -40,18 +43,23 @@ class Owned:
 
 
 class ShardedModel:
-    """A model whose parameters rest on their owners; call the model itself, as before."""
+    """A model whose parameters rest on their owners; call the model itself, as before.
+
+    `board` is the memory that its ranks share, None where they send.
+    """
 
     def __init__(
-        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], links: Links, *,
+        self, model: nn.Module, plan: OwnerPlan, units: list[Unit], links: Links, board: Board | None, *,
         reshard_after_forward: bool, mp: MixedPrecisionPolicy, outer: frozenset[str],
     ) -> None:  # fmt: skip
-        self.model, self.plan, self.units, self.links = model, plan, units, links
+        self.model, self.plan, self.units, self.links, self.board = model, plan, units, links, board
         self.outer = outer  # embeddings and head: AdamW's
-        self._reshard, self._mp = reshard_after_forward, mp
+        self._reshard = reshard_after_forward and board is None  # what is shared takes no memory more while it is open
+        self._mp = mp
         self._in_backward = False
         self._sync = True
-        self._reducing: list[Unit] = []  # in the order in which they began
+        at_once = 1 if self._reshard or board is not None else REDUCTIONS_KEPT
+        self._reductions = Reductions(units, at_once, announced=board is not None)
         self._awaited: dict[int, set[str]] = {}  # of each unit: gradients of this backward pass still to come
         for index, unit in enumerate(units):
             unit.module.register_forward_pre_hook(self._before_forward(index), prepend=True, with_kwargs=True)
@@ -101,6 +109,7 @@ class ShardedModel:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if index == 0 and torch._C._current_graph_task_id() == _NO_BACKWARD:
                 self._reset()
+                self._meet(FORWARD_BEGINS, "the beginning of a forward pass")
             self._open(index, -1 if self._in_backward else 1)  # in a backward pass this is a recomputation
             if unit.has_frozen and not self._in_backward and torch.is_grad_enabled():
                 self._watch_inputs(unit, [*tensors_in(args), *tensors_in(kwargs)])
@@ -125,9 +134,20 @@ class ShardedModel:
             # the head and the last block are the first that the backward pass needs
             if not with_graph or (self._reshard and 0 < index < len(self.units) - 1):
                 unit.close()
+            if index == 0:
+                self._meet(FORWARD_ENDS, "the end of a forward pass")
             return output
 
         return hook
+
+    def _meet(self, word: int, what: str) -> None:
+        """Waits for all ranks that share memory to come here, with what they own ready. Raises RankLost."""
+        if self.board is None:
+            return
+        if word == FORWARD_BEGINS:
+            for unit in self.units:
+                unit.publish()
+        self.board.words.meet(word, what)
 
     def _open(self, index: int, towards: int) -> None:
         """Opens a unit; before that starts to gather the one that comes after it, or all where all are to stay open."""
@@ -149,7 +169,7 @@ class ShardedModel:
             unit.close()
             if self._in_backward:
                 unit.drop_gradients()
-        self._in_backward, self._reducing = False, []
+        self._in_backward = False
 
     # ---- backward
 
@@ -157,6 +177,7 @@ class ShardedModel:
         if not self._in_backward:
             self._in_backward = True
             self._awaited = {at: set(unit.trainable) for at, unit in enumerate(self.units)}
+            self._reductions.forget()
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self._open(index, -1)
 
@@ -169,7 +190,7 @@ class ShardedModel:
             if awaited:
                 return
             if self._sync:
-                self._reduce(unit)
+                self._reductions.complete(unit)
             if not unit.has_frozen:  # a frozen parameter may still be needed for the gradient of the input
                 unit.close()
 
@@ -189,29 +210,15 @@ class ShardedModel:
         for tensor in waiting:
             on_gradient(tensor, hook)
 
-    def _reduce(self, unit: Unit) -> None:
-        """One reduction is under way at a time, so that at most two units' gradients are in memory; kept open, more."""
-        if unit.has_reduced:
-            return
-        unit.start_reduce()
-        self._reducing.append(unit)
-        if len(self._reducing) > (1 if self._reshard else REDUCTIONS_KEPT):
-            self._reducing.pop(0).finish_reduce()
-
     def _after_backward(self) -> None:
         self._in_backward = False
         if self._sync:
-            for unit in reversed(self.units):
-                if self._awaited_by(unit):
-                    self._reduce(unit)
-            while self._reducing:
-                self._reducing.pop(0).finish_reduce()
+            self._reductions.end()
         for unit in self.units:
             unit.close()
-
-    def _awaited_by(self, unit: Unit) -> bool:
-        """Whether a unit's gradients are incomplete at the end: a parameter was not used, on this rank at least."""
-        return bool(self._awaited[self.units.index(unit)])
+        self._meet(BACKWARD_ENDS, "the end of a backward pass")
+        if self.board is not None:
+            self.board.give_back_slots()
 
 
 def sharding_of(model: nn.Module) -> ShardedModel | None:

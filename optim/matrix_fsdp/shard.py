@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,15 +17,26 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp.agreement import agree
+from peerloom.optim.matrix_fsdp.board import Board, BoardLayout, lay_out_board
+from peerloom.optim.matrix_fsdp.boarded import Boarded
+from peerloom.optim.matrix_fsdp.carrier import Carrier
+from peerloom.optim.matrix_fsdp.dtypes import dtypes_of
 from peerloom.optim.matrix_fsdp.errors import ShardingError
-from peerloom.optim.matrix_fsdp.lifeline import lifeline_of
+from peerloom.optim.matrix_fsdp.host import UNWANTED, Common, common
+from peerloom.optim.matrix_fsdp.layout import UnitLayout, lay_out
+from peerloom.optim.matrix_fsdp.lifeline import lifeline_of, sever
 from peerloom.optim.matrix_fsdp.links import FAN_OUTS, FanOut, Links, ReplicaLinks
 from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import UnitModules, find_units, outer_matrices, problem_of
 from peerloom.optim.matrix_fsdp.planner import Cost, OwnerPlan, Policy, plan_owners
 from peerloom.optim.matrix_fsdp.runtime import ShardedModel, sharding_of
-from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
+from peerloom.optim.matrix_fsdp.unit import Unit, trained
+from peerloom.optim.matrix_fsdp.wired import Wired
 from peerloom.optim.matrix_fsdp.wires import wires_of
+
+log = logging.getLogger("peerloom.optim")
+
+Sharing: TypeAlias = Literal["auto", "never"]
 
 
 def matrix_fully_shard(
@@ -36,6 +50,7 @@ def matrix_fully_shard(
     spread_outer: bool = True,
     blocks: Sequence[nn.Module] | None = None,
     fan_out: FanOut | None = None,
+    sharing: Sharing = "auto",
     timeout_s: float = 60.0,
     memory_limit: int | None = None,
 ) -> ShardedModel:
@@ -47,9 +62,13 @@ def matrix_fully_shard(
     Each rank's own values of what it owns are kept, so all ranks start from one model if they built equal ones.
     Embeddings and head lie in even shares of rows on all ranks, or with `spread_outer=False` on owners.
     With `mp.param_dtype` owners keep the model's dtype and send the other; gradients travel in `mp.reduce_dtype`.
-    `fan_out` is how a unit is gathered, by default as its backend is faster: all sends and receives of a unit begun at
-    once, on NCCL as the paper does it; on gloo a broadcast an owner is no faster (the 17 M parameters of 16 blocks of
-    width 256, two cores: 84 against 82 ms with 2 ranks, 183 against 156 ms with 4).
+    With `sharing="auto"` ranks that are all processes on one host's CPU share memory: the model is there once for all
+    of them, nothing is gathered, and gradients are read where they were computed (`board`); all forms then need equal
+    memory. They try it first: where one rank cannot open the memory of another, all send instead, and the first logs
+    why. With "never" they send, as ranks on several hosts or on GPUs do.
+    `fan_out` is how a unit is gathered where it is sent, by default as its backend is faster: all sends and receives of
+    a unit begun at once, on NCCL as the paper does it; on gloo a broadcast an owner is no faster (the 17 M parameters
+    of 16 blocks of width 256, two cores: 84 against 82 ms with 2 ranks, 183 against 156 ms with 4).
     Create optimizers afterwards (`build_optimizer`). `timeout_s` bounds every wait for another rank; on NCCL it
     becomes the timeout of the mesh's groups.
     `memory_limit` is what this rank may use for parameters, gradients, moments and buffers, in bytes (default: a CUDA
@@ -60,25 +79,54 @@ def matrix_fully_shard(
     """
     policy_mp = mp or MixedPrecisionPolicy()
     units, plan, problem = _planned(model, mesh.size(-1), policy, cost, spread_outer, blocks)
+    if sharing not in get_args(Sharing):
+        problem = problem or f"sharing {sharing!r} is neither auto nor never"
     groups = _links(mesh, timeout_s, fan_out)
-    device = _device(mesh)
-    if plan is not None and not problem:
-        limit = memory_limit if memory_limit is not None else _free_memory(device)
-        dtypes = [dtypes_of(unit, policy_mp) for unit in units]
-        problem = _too_large(needed(plan, units, dtypes, groups[0].rank, reshard_after_forward), limit)
-    agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out), problem)
-    _watch_over(mesh, groups)
+    links, device = groups[0], _device(mesh)
+    dtypes = [dtypes_of(unit, policy_mp) for unit in units]
+    layouts = _layouts(plan, units)
+    with common(links, sharing == "auto", device) as there:
+        board: Board | None = None
+        if plan is not None and not problem:
+            layout = lay_out_board(layouts, dtypes, links.world_size) if there.words is not None else None
+            limit = memory_limit if memory_limit is not None else _free_memory(device)
+            problem = _too_large(needed(layouts, dtypes, links.rank, reshard_after_forward, layout), limit)
+            if layout is not None and not problem:
+                board, problem = _mapped(there, layout, links.rank)
+        agree(groups, device, _facts(units, plan, policy_mp, reshard_after_forward, fan_out, sharing), problem)
     assert plan is not None  # ours: without a plan there was a problem, which agree() has raised
+    _watch_over(mesh, groups, board)
+    if there.reason not in ("", UNWANTED) and links.rank == 0:
+        log.warning("the ranks share no memory and send over gloo instead: %s", there.reason)
     outer = frozenset(outer_matrices(model))
-    replicas = ReplicaLinks(mesh.get_group(0), groups[0]) if len(groups) > 1 else None
-    made = [
-        Unit(index, unit, plan.units[index], dtypes_of(unit, policy_mp), device, groups[0], replicas)
-        for index, unit in enumerate(units)
-    ]
+    replicas = ReplicaLinks(mesh.get_group(0), links) if len(groups) > 1 else None
+    made = []
+    for index, unit in enumerate(units):
+        ways = (index, unit.name, layouts[index], dtypes[index])
+        carrier: Carrier = Wired(*ways, device, links) if board is None else Boarded(*ways, board, links)
+        made.append(Unit(unit, plan.units[index], layouts[index], dtypes[index], links.rank, device, carrier, replicas))
     _move_buffers(model, device)
     return ShardedModel(
-        model, plan, made, groups[0], reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
+        model, plan, made, links, board, reshard_after_forward=reshard_after_forward, mp=policy_mp, outer=outer
     )
+
+
+def _mapped(there: Common, layout: BoardLayout, rank: int) -> tuple[Board | None, str]:
+    """The board, of which nothing is touched yet; or why it cannot be."""
+    try:
+        return Board(there, layout, rank), ""
+    except OSError as error:
+        return None, f"{layout.nbytes / 2**30:.2f} GiB of memory for all ranks cannot be mapped: {error}"
+
+
+def _layouts(plan: OwnerPlan | None, units: Sequence[UnitModules]) -> list[tuple[UnitLayout, UnitLayout]]:
+    """Of each unit's parameters, and of its gradients."""
+    if plan is None:
+        return []
+    return [
+        (lay_out(planned, planned.shapes), lay_out(planned, trained(unit)))
+        for planned, unit in zip(plan.units, units, strict=True)
+    ]
 
 
 def _planned(
@@ -115,7 +163,7 @@ def _links(mesh: DeviceMesh, timeout_s: float, fan_out: FanOut | None) -> list[L
     return [Links(group, timeout, fan_out or FAN_OUTS.get(dist.get_backend(group), "p2p")) for group in groups]
 
 
-def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
+def _watch_over(mesh: DeviceMesh, groups: Sequence[Links], board: Board | None) -> None:
     """Bounds what is waited for a rank that is gone, and lets its absence be noticed, all over the mesh."""
     for links in groups:
         if not links.on_gloo:  # whose watchdog has known only the time that ranks may take to meet
@@ -126,8 +174,11 @@ def _watch_over(mesh: DeviceMesh, groups: Sequence[Links]) -> None:
             groups[0].wires = wires_of(groups[0].group, groups[0].timeout)
         carrying = [links.group for links in groups if links.on_gloo]
         carrying += [links.wires.group for links in groups if links.wires is not None]
+        severing: list[Callable[[], None]] = [partial(sever, group) for group in carrying]
+        if board is not None:
+            severing.append(board.words.close)
         for links in groups:
-            links.watch_over(lifeline, carrying)
+            links.watch_over(lifeline, severing)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -135,14 +186,14 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _facts(
-    units: list[UnitModules], plan: OwnerPlan | None, mp: MixedPrecisionPolicy, reshard: bool, fan_out: str | None
+    units: list[UnitModules], plan: OwnerPlan | None, mp: MixedPrecisionPolicy, reshard: bool, *others: str | None
 ) -> Mapping[str, str]:
     listed = [
         (found.name, tuple(found.parameter.shape), str(found.parameter.dtype), found.parameter.requires_grad)
         for unit in units
         for found in unit.found
     ]
-    settings = (reshard, fan_out, str(mp))
+    settings = (reshard, *others, str(mp))
     return {
         "torch version": str(torch.__version__),
         "model": hashlib.sha256(repr(listed).encode()).hexdigest(),

@@ -3,11 +3,15 @@
     python -m tests.benchmarks.matrix_fsdp [--quick] [--full] [--json FILE]
 
 Two and four ranks on this machine, over gloo (over NCCL where there is a GPU a rank), one torch thread each. All
-methods train the same decoder from the same weights, and take turns, one step each. What frees a unit after its forward
-pass is compared with everything; with the methods that hold a whole replica, the form that keeps it until its backward
-pass is compared, too. A time is that of the slowest rank, from barrier to barrier. Times are given as steps a second,
-so that the ratio is how many times faster we are. A peak is what torch has allocated at most at once in a step:
-parameters and moments, and over them what the step allocates, gradients, buffers and activations.
+methods train the same decoder from the same weights, and take turns, one step each.
+Ours is there three times, each against all baselines. The rows without a word more are ours as it comes: on one host's
+CPU its ranks share memory, while all others send over gloo's loopback. `wires` is ours sending over gloo, too, as its
+ranks on several hosts would: a unit is freed after its forward pass and gathered again. `kept` sends and keeps a unit
+until its backward pass, as the methods do that hold a whole replica, and is compared with those.
+A time is that of the slowest rank, from barrier to barrier. Times are given as steps a second, so that the ratio is how
+many times faster we are. A peak is what torch has allocated at most at once in a step: parameters and moments, and over
+them what the step allocates, gradients, buffers and activations; of memory that ranks share each counts what it has
+written there, so that it counts once.
 The simulated table at the end of the output is no measurement: its assumptions are printed with it.
 """
 
@@ -35,6 +39,10 @@ QUICK = Size(layers=16, width=64, mlp=256, heads=4, tokens=64)
 USUAL = Size(layers=16, width=256, mlp=1024, heads=4, tokens=128)
 QUICK_TURNS, TURNS, FULL_TURNS = 3, 5, 15
 QUICK_LAST_TURN_S = 40.0  # quick mode begins no turn later, but the first of each number of ranks
+WAYS = {
+    "ours": "the ranks of ours share memory on the one host, those of the baseline send over gloo's loopback",
+    "wires": "all ranks send over gloo's loopback",
+}
 LOSS_TOLERANCE = 0.05  # nats, between methods: bf16 Newton-Schulz lets them drift apart, not more than this
 
 
@@ -80,27 +88,34 @@ def rows(
         name: median([max(r[name].optimizer_s[0] + r[name].passes_s[0] for r in turn) for turn in steps])
         for name in METHODS
     }
-    setting = (
-        f"{ranks} ranks on {psutil.cpu_count()} cores, gloo over loopback, {size}, "
-        f"median of {len(steps)} steps in turn, slowest rank"
+    measured = (
+        f"{ranks} ranks on {psutil.cpu_count()} cores, {size}, median of {len(steps)} steps in turn, slowest rank"
     )
-    found = [_speed(f"opt_step_w{ranks}", optimizer, "fsdp2", f"optimizer step; {setting}")]
-    found += [_speed(f"opt_step_w{ranks}_{n}", optimizer, n, f"optimizer step; {setting}") for n in [*TITLES][1:]]
-    found += [_speed(f"step_w{ranks}", whole, "fsdp2", f"whole step; {setting}")]
-    found += [_speed(f"step_w{ranks}_{name}", whole, name, f"whole step; {setting}") for name in [*TITLES][1:]]
-    found += [
-        _speed(f"step_w{ranks}_kept_{name}", whole, name, f"whole step, reshard_after_forward=False; {setting}", "kept")
-        for name in ("ddp", "zero1")
-    ]
-    held = {name: max(rank[name].held_bytes for rank in counts) for name in COUNTED}
-    kept_between = f"parameters and moments between steps, fullest rank; {setting}"
-    found.append(_size(f"memory_w{ranks}", held, "fsdp2", "MiB", kept_between))
-    peaks = {name: max(rank[name].peak_bytes for rank in counts) for name in COUNTED}
-    at_once = f"allocated at once in a step, fullest rank; {setting}"
-    found.append(_size(f"peak_w{ranks}", peaks, "fsdp2", "MiB", at_once))
+    found = []
+    for form, suffix in (("ours", ""), ("wires", "_wires")):
+        setting = f"{WAYS[form]}; {measured}"
+        for what, part, times in (("opt_step", "optimizer step", optimizer), ("step", "whole step", whole)):
+            name = f"{what}_w{ranks}{suffix}"
+            found.append(_speed(name, times, "fsdp2", f"{part}; {setting}", form))
+            found += [_speed(f"{name}_{n}", times, n, f"{part}; {setting}", form) for n in [*TITLES][1:]]
+        found += _memory(ranks, suffix, form, counts, setting)
+    kept = f"whole step, reshard_after_forward=False; {WAYS['wires']}; {measured}"
+    found += [_speed(f"step_w{ranks}_kept_{name}", whole, name, kept, "kept") for name in ("ddp", "zero1")]
     received = {name: max(rank[name].step_bytes for rank in counts) for name in COUNTED}
-    found.append(_size(f"opt_step_bytes_w{ranks}", received, "fsdp2", "MiB", f"received a rank; {setting}"))
+    found.append(_size(f"opt_step_bytes_w{ranks}", received, f"received a rank; {measured}"))
     return found
+
+
+def _memory(ranks: int, suffix: str, form: str, counts: Sequence[dict[str, Figures]], setting: str) -> list[Row]:
+    """Between steps and at most."""
+    held = {name: max(rank[name].held_bytes for rank in counts) for name in COUNTED}
+    peaks = {name: max(rank[name].peak_bytes for rank in counts) for name in COUNTED}
+    return [
+        _size(
+            f"memory_w{ranks}{suffix}", held, f"parameters and moments between steps, fullest rank; {setting}", form
+        ),
+        _size(f"peak_w{ranks}{suffix}", peaks, f"allocated at once in a step, fullest rank; {setting}", form),
+    ]
 
 
 def _check_losses(last: Sequence[dict[str, Figures]]) -> None:
@@ -111,17 +126,17 @@ def _check_losses(last: Sequence[dict[str, Figures]]) -> None:
                 raise ValueError(f"rank {rank}: {name} has loss {loss:.4f} where ours is {losses['ours']:.4f}")
 
 
-def _speed(name: str, seconds: dict[str, float], baseline: str, setting: str, ours: str = "ours") -> Row:
+def _speed(name: str, seconds: dict[str, float], baseline: str, setting: str, ours: str) -> Row:
     return Row(
         name=name, value=1 / seconds[ours], unit="steps/s", baseline=TITLES[baseline],
         baseline_value=1 / seconds[baseline], setting=setting,
     )  # fmt: skip
 
 
-def _size(name: str, sizes: dict[str, int], baseline: str, unit: str, setting: str) -> Row:
+def _size(name: str, sizes: dict[str, int], setting: str, ours: str = "ours") -> Row:
     return Row(
-        name=name, value=sizes["ours"] / 2**20, unit=unit, baseline=TITLES[baseline],
-        baseline_value=sizes[baseline] / 2**20, setting=setting,
+        name=name, value=sizes[ours] / 2**20, unit="MiB", baseline=TITLES["fsdp2"],
+        baseline_value=sizes["fsdp2"] / 2**20, setting=setting,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from peerloom.optim.matrix_fsdp import build_optimizer, matrix_fully_shard, plan_owners
+from peerloom.optim.matrix_fsdp import Sharing, build_optimizer, matrix_fully_shard, plan_owners
 from tests.benchmarks.matrix_fsdp_model import Decoder, Size, hidden_matrices, make_model
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
@@ -46,14 +46,25 @@ class Method:
     def held(self) -> list[Tensor]:
         return [_local(parameter) for parameter in self.model.parameters()]
 
+    def held_bytes(self) -> int:
+        """Of memory between steps."""
+        return bytes_of(self.held())
+
+    def buffer_bytes(self) -> int:
+        """Of memory in a step that torch has not allocated."""
+        return 0
+
 
 class Ours(Method):
-    """MatrixFSDP: a unit is freed after its forward pass and gathered again, as under FSDP2."""
+    """MatrixFSDP as it comes: on one host's CPU its ranks share memory, on GPUs they send."""
 
     reshard = True
+    sharing: Sharing = "auto"
 
     def build(self, model: Decoder) -> nn.Module:
-        matrix_fully_shard(model, self.mesh, cost="newton_schulz", reshard_after_forward=self.reshard)
+        self.sharded = matrix_fully_shard(
+            model, self.mesh, cost="newton_schulz", reshard_after_forward=self.reshard, sharing=self.sharing
+        )
         self.optimizer = build_optimizer(
             model, "muon", lr=LR, weight_decay=DECAY, momentum=MOMENTUM, adamw_lr=ADAMW["lr"],  # type: ignore[arg-type]
         )  # fmt: skip
@@ -69,7 +80,26 @@ class Ours(Method):
         return super().held() + _moments(self.optimizer.matrix) + _moments(self.optimizer.adamw)
 
 
-class OursKept(Ours):
+    def held_bytes(self) -> int:
+        """Of memory that all ranks share the part that is this one's own."""
+        board = self.sharded.board
+        if board is None:
+            return super().held_bytes()
+        return bytes_of(self.held(), but=board.address) + board.layout.resting[self.rank]
+
+    def buffer_bytes(self) -> int:
+        """Its slots for gradients."""
+        board = self.sharded.board
+        return sum(board.layout.slot_bytes[self.rank]) if board is not None else 0
+
+
+class OursSending(Ours):
+    """MatrixFSDP whose ranks send: a unit is freed after its forward pass and gathered again, as under FSDP2."""
+
+    sharing = "never"
+
+
+class OursKept(OursSending):
     """MatrixFSDP whose units stay whole from forward to backward pass, for who has the memory of a replica anyway."""
 
     reshard = False
@@ -211,6 +241,7 @@ class OwnersOfReplicas(Replicated):
 
 METHODS: dict[str, Callable[[Size, DeviceMesh], Method]] = {
     "ours": Ours,
+    "wires": OursSending,
     "kept": OursKept,
     "fsdp2": GatherEach,
     "gather_once": GatherOnce,
@@ -225,6 +256,12 @@ TITLES = {
     "zero1": "ZeRO-1 by owners",
     "parameter_parallel": "FSDP2, parameter-parallel Muon",
 }
+
+
+def bytes_of(tensors: Sequence[Tensor], but: int | None = None) -> int:
+    """Of the storages of tensors, each once, but for the one at that address."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(nbytes for address, nbytes in storages.items() if address != but)
 
 
 def newton_schulz(update: Tensor) -> Tensor:

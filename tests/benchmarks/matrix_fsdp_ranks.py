@@ -19,7 +19,7 @@ from tests.benchmarks.matrix_fsdp_methods import METHODS, Method, newton_schulz
 from tests.benchmarks.matrix_fsdp_model import VOCABULARY, Size
 from tests.benchmarks.matrix_fsdp_peak import peak_of
 
-COUNTED = ("ours", "fsdp2")  # whose memory and bytes are compared
+COUNTED = ("ours", "wires", "fsdp2")  # whose memory and bytes are compared
 
 
 @dataclass(slots=True)
@@ -104,9 +104,8 @@ def counted(method: Method, windows: Tensor) -> Figures:
         with torch.no_grad(), _Received(method.world_size) as received:
             method.optimize()
         method.clear()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in method.held()}
-    figures.held_bytes = sum(storage.nbytes() for storage in storages.values())
-    figures.peak_bytes = figures.held_bytes + peak.bytes
+    figures.held_bytes = method.held_bytes()
+    figures.peak_bytes = figures.held_bytes + method.buffer_bytes() + peak.bytes
     figures.step_bytes = received.count
     return figures
 

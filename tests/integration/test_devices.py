@@ -36,6 +36,7 @@ def test_two_devices_gossip_with_one_lose_a_rank_and_become_one(swarm: Swarm) ->
     assert len(ranks_of(two)) == 1 and not rank.is_running()
     assert_no_batch_repeated(two)
     assert any("rank 1" in record["message"] and "again" in record["message"] for record in two.messages())
+    assert not any("share no memory" in record["message"] for record in two.messages())
     assert row_of(swarm, "two")["started_at"] == rows[1]["started_at"]  # the daemon never left
 
     assert two.end() == OK

@@ -18,7 +18,7 @@ COSTS = {
 
 
 def figures(name: str, rank: int) -> Figures:
-    optimizer_s = 0.1 if name == "ours" else 0.5
+    optimizer_s = 0.1 if name == "ours" else 0.2 if name == "wires" else 0.5
     return Figures(
         passes_s=[0.1 if name == "kept" else 0.2], optimizer_s=[optimizer_s * (1 + rank)], loss=5.5,
         held_bytes=2**20 * (1 + rank), peak_bytes=(3 if name == "ours" else 5) * 2**20 * (1 + rank),
@@ -29,9 +29,14 @@ def figures(name: str, rank: int) -> Figures:
 def test_the_rows_are_named_as_the_design_says_and_take_the_slowest_rank() -> None:
     by_rank = [{name: figures(name, rank) for name in METHODS} for rank in range(4)]
     found = {row.name: row for row in rows(4, QUICK, [by_rank, by_rank], by_rank)}
-    others = [f"{what}_w4_{name}" for what in ("opt_step", "step") for name in [*TITLES][1:]]
+    speeds = [f"{what}_w4{form}" for what in ("opt_step", "step") for form in ("", "_wires")]
+    others = [f"{speed}_{name}" for speed in speeds for name in [*TITLES][1:]]
+    sizes = [f"{what}_w4{form}" for what in ("memory", "peak") for form in ("", "_wires")]
     kept = ["step_w4_kept_ddp", "step_w4_kept_zero1"]
-    assert found.keys() == {"opt_step_w4", "step_w4", "memory_w4", "peak_w4", "opt_step_bytes_w4", *others, *kept}
+    assert found.keys() == {*speeds, *others, *sizes, *kept, "opt_step_bytes_w4"} and len(TITLES) == 5
+    assert "share memory" in found["step_w4_zero1"].setting and "share" not in found["step_w4_wires_zero1"].setting
+    assert found["step_w4_wires_zero1"].ratio == pytest.approx(2.2 / 1.0), "of the form that sends"
+    assert (found["peak_w4_wires"].value, found["peak_w4_wires"].baseline_value) == (20.0, 20.0)
     assert found["opt_step_w4"].ratio == pytest.approx(5.0)
     assert found["opt_step_w4"].value == pytest.approx(1 / 0.4)
     assert found["step_w4"].ratio == pytest.approx(2.2 / 0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class Case:
     checkpointing: bool | None = None  # use_reentrant, None for none
     replicas: int = 1
 
+    @property
+    def sending(self) -> Case:
+        """The same with ranks that share no memory."""
+        return replace(self, sharding=self.sharding | {"sharing": "never"})
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -63,6 +68,7 @@ class Outcome:
     losses: list[float]
     pieces: dict[str, tuple[int, Array]]
     norms: list[float]
+    shares: bool = False  # memory with other ranks
 
 
 def make_model(case: Case) -> nn.Module:
@@ -117,7 +123,7 @@ def sharded_run(rank: int, ranks: int, case: Case) -> Outcome | None:
     sharded = matrix_fully_shard(model, mesh, mp=mp, **case.sharding)
     optimizer = make_optimizer(model, case)
     losses, norms = train(sharded, optimizer, range(case.steps), rank, ranks, case)
-    return Outcome(losses, pieces_of(model), norms)
+    return Outcome(losses, pieces_of(model), norms, sharded.board is not None)
 
 
 def train(

@@ -13,14 +13,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
+    Sharing,
     clip_grad_norm_,
     holdings,
     matrix_fully_shard,
 )
+from peerloom.optim.matrix_fsdp.dtypes import dtypes_of
 from peerloom.optim.matrix_fsdp.memory import needed
 from peerloom.optim.matrix_fsdp.modules import find_units
-from peerloom.optim.matrix_fsdp.unit import Unit, dtypes_of
-from tests.benchmarks.matrix_fsdp_methods import METHODS
+from peerloom.optim.matrix_fsdp.runtime import sharding_of
+from peerloom.optim.matrix_fsdp.unit import Unit
+from tests.benchmarks.matrix_fsdp_methods import METHODS, bytes_of
 from tests.benchmarks.matrix_fsdp_model import Size
 from tests.benchmarks.matrix_fsdp_model import make_model as make_decoder
 from tests.benchmarks.matrix_fsdp_peak import peak_of
@@ -92,7 +95,7 @@ def order_of_a_step(rank: int, ranks: int, layers: int, reshard: bool) -> list[s
     if rank >= ranks:
         return None
     model = make_model(Case(layers=layers))
-    sharded = matrix_fully_shard(model, mesh, reshard_after_forward=reshard)
+    sharded = matrix_fully_shard(model, mesh, reshard_after_forward=reshard, sharing="never")
     seen: list[str] = []
     for index, unit in enumerate(sharded.units):
         unit.start_open = _told(unit, seen, index)  # type: ignore[method-assign]
@@ -138,18 +141,20 @@ def beside_stock(rank: int, ranks: int) -> dict[str, Figures] | None:
 
 
 def peak_beside_estimate(
-    rank: int, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int
-) -> tuple[int, int] | None:
+    rank: int, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int,
+    sharing: Sharing,
+) -> tuple[int, int] | None:  # fmt: skip
     """Bytes allocated at once in a step with two moments of all that is trained, and what was counted on."""
     mesh = mesh_of(ranks, replicas)
     if rank >= ranks:
         return None
-    model, twin = make_decoder(SMALL).to(dtype), make_decoder(SMALL).to(dtype)
-    for name, parameter in [*model.named_parameters(), *twin.named_parameters()]:
+    model = make_decoder(SMALL).to(dtype)
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
-    sharded = matrix_fully_shard(model, mesh, mp=mp, reshard_after_forward=reshard)
-    units = find_units(twin)
-    counted_on = needed(sharded.plan, units, [dtypes_of(unit, mp) for unit in units], sharded.rank, reshard)
+    dtypes = [dtypes_of(unit, mp) for unit in find_units(model)]
+    sharded = matrix_fully_shard(model, mesh, mp=mp, reshard_after_forward=reshard, sharing=sharing)
+    layouts, board = [(unit.layout, unit.grad_layout) for unit in sharded.units], sharded.board
+    counted_on = needed(layouts, dtypes, sharded.rank, reshard, board.layout if board is not None else None)
     optimizer, windows = make_optimizer(model, Case(matrix="adamw")), windows_of(rank, SMALL)
     for step in range(2):
         with peak_of(sharded.device) as peak:
@@ -158,11 +163,15 @@ def peak_beside_estimate(
             optimizer.zero_grad()
         if step == 0:
             before = _resident(model, optimizer)
+    if board is not None:
+        before += board.layout.resting[sharded.rank] + sum(board.layout.slot_bytes[sharded.rank])
     return before + peak.bytes, counted_on
 
 
 def _resident(model: nn.Module, optimizer: OwnerOptimizer) -> int:
-    """Bytes of parameters and moments; a view of one flat tensor has those of all, once."""
+    """Bytes of parameters and moments but the board's; a view of one flat tensor has those of all, once."""
     moments = [v for owned in holdings(model) for v in optimizer.state_of(owned.parameter).values()]
     kept = [*model.parameters(), *(value for value in moments if value.dim())]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+    sharded = sharding_of(model)
+    board = sharded.board if sharded is not None else None
+    return bytes_of(kept, but=board.address if board is not None else None)

@@ -70,7 +70,11 @@ def _spoil(model: nn.Module, how: str, mesh: DeviceMesh) -> dict[str, Any]:
         layer.weight = nn.Parameter(spoilt[how]())
     if how == "version":
         torch.__version__ = "2.0.0"  # type: ignore[assignment]
-    return {"policy": "scope_greedy"} if how == "plan" else {"memory_limit": 1000} if how == "memory" else {}
+    settings: dict[str, dict[str, Any]] = {
+        "plan": {"policy": "scope_greedy"}, "memory": {"memory_limit": 1000},
+        "setting": {"sharing": "never"}, "sharing": {"sharing": "always"},
+    }  # fmt: skip
+    return settings.get(how, {})
 
 
 def _bytes_of(parameter: Tensor) -> str:
@@ -125,10 +129,10 @@ class Loss:
 
 
 LOSSES = {
-    "forward": Loss(within="forward"),
+    "forward": Loss(within="forward", case=Case().sending),
     "backward": Loss(within="backward", dies=2),
     "clipping": Loss(within="clipping", dies=0),
-    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"})),
+    "broadcast": Loss(within="forward", dies=2, case=Case(sharding={"fan_out": "broadcast"}).sending),
     "replicas": Loss(ranks=4, dies=3, within="backward", case=Case(replicas=2)),
     "silence": Loss(within="silence"),
 }

@@ -70,7 +70,7 @@ def _host(pipes: list[Connection[Any, Any]], store: str) -> None:
     os.setsid()
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from tests.unit.optim import matrix_cases, matrix_counts, matrix_faults  # noqa: F401
+    from tests.unit.optim import matrix_board, matrix_cases, matrix_counts, matrix_faults  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():

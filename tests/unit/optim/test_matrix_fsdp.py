@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from peerloom.optim.matrix_fsdp import build_optimizer, clip_grad_norm_, shard
+from peerloom.optim.matrix_fsdp import Sharing
+from peerloom.optim.matrix_fsdp.host import PAGE
 from peerloom.optim.matrix_fsdp.planner import numel
+from tests.unit.optim.matrix_board import held_up, on_board, without
 from tests.unit.optim.matrix_cases import (
     Array,
     Case,
@@ -88,29 +90,37 @@ def mean_losses(outcomes: list[Outcome]) -> Array:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_twenty_steps_of_muon_are_those_of_one_process(five: Ranks, ranks: int) -> None:
-    outcomes = run(five, sharded_run, ranks, Case())
     reference = reference_run(ranks, Case())
-    assert apart(whole(outcomes), whole([reference])) == 0.0
-    np.testing.assert_allclose(mean_losses(outcomes), reference.losses, rtol=1e-6)
+    for case in (Case(), Case().sending):
+        outcomes = run(five, sharded_run, ranks, case)
+        assert apart(whole(outcomes), whole([reference])) == 0.0
+        np.testing.assert_allclose(mean_losses(outcomes), reference.losses, rtol=1e-6)
+        assert {outcome.shares for outcome in outcomes} == {ranks > 1 and not case.sharding}
     assert apart(whole([reference]), whole([Outcome([], pieces_of(make_model(Case())), [])])) > 0.1, "it trained"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_so_are_those_of_every_setting(five: Ranks, name: str) -> None:
+    """With memory in common, and with all sent."""
     ranks, case = CASES[name]
-    compare(run(five, sharded_run, ranks, case), ranks, case)
+    reference = reference_run(ranks, case)
+    compare(run(five, sharded_run, ranks, case.sending), ranks, case, reference)
+    if "fan_out" not in case.sharding:
+        outcomes = run(five, sharded_run, ranks, case)
+        assert all(outcome.shares for outcome in outcomes)
+        compare(outcomes, ranks, case, reference)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_so_are_twenty_steps_of_settings_on_all_numbers_of_ranks(five: Ranks, ranks: int, name: str) -> None:
-    compare(run(five, sharded_run, ranks, WIDE[name]), ranks, WIDE[name])
+    for case in (WIDE[name], WIDE[name].sending):
+        compare(run(five, sharded_run, ranks, case), ranks, case, reference_run(ranks, case))
 
 
-def compare(outcomes: list[Outcome], ranks: int, case: Case) -> None:
+def compare(outcomes: list[Outcome], ranks: int, case: Case, reference: Outcome) -> None:
     """Every replica with one process, to the last bit."""
-    reference = reference_run(ranks, case)
     each = ranks // case.replicas
     for first in range(0, ranks, each):
         assert apart(whole(outcomes[first : first + each]), whole([reference])) == 0.0
@@ -143,70 +153,6 @@ def test_ddp_with_muon_gives_the_same_bits(five: Ranks, ranks: int, in_rank_orde
         assert apart(ours, whole([outcome])) == 0.0
 
 
-@pytest.mark.parametrize("most", [0.1, 1e6])
-def test_the_clip_scales_as_torch_s_does(most: float) -> None:
-    """The other tests clip both sides with it."""
-    ours, theirs = make_model(Case()), make_model(Case())
-    for model in (ours, theirs):
-        for at, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.01 * (at + 1))
-    norms = clip_grad_norm_(ours, most), torch.nn.utils.clip_grad_norm_(theirs.parameters(), most)
-    torch.testing.assert_close(*norms)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_the_clip_rounds_bf16_gradients_once() -> None:
-    model = make_model(Case(dtype=torch.bfloat16))
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
-    before = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
-    scale = 0.77 / clip_grad_norm_(model, 0.77)
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter.grad, (gradient * scale).bfloat16(), rtol=2**-8, atol=0.0)
-        assert float((parameter.grad == (gradient * scale).bfloat16()).float().mean()) > 0.99
-
-
-def test_who_trains_what_and_with_which_settings() -> None:
-    model = make_model(Case())
-    built = build_optimizer(
-        model, weight_decay=0.2, momentum=0.7, adamw_betas=(0.8, 0.85), adamw_eps=1e-6, adamw_weight_decay=0.3
-    )
-    (hidden,), (outer, vectors) = built.matrix.param_groups, built.adamw.param_groups
-    named = [{built.names[parameter] for parameter in group["params"]} for group in (hidden, outer, vectors)]
-    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    assert named[0] == {name for name, dim in shapes.items() if ".layers." in name and dim == 2}
-    assert named[1] == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert named[2] == {name for name, dim in shapes.items() if dim == 1}
-    assert isinstance(built.matrix, torch.optim.Muon) and isinstance(built.adamw, torch.optim.AdamW)
-    assert (hidden["weight_decay"], hidden["momentum"], hidden["ns_steps"]) == (0.2, 0.7, 5)
-    assert [group["weight_decay"] for group in (outer, vectors)] == [0.3, 0.0]
-    assert {(group["lr"], group["betas"], group["eps"]) for group in (outer, vectors)} == {(3e-4, (0.8, 0.85), 1e-6)}
-
-
-def test_the_plan_knows_what_adamw_steps_and_what_nobody() -> None:
-    """With owners for embeddings and head, too."""
-    model = make_model(Case(frozen="q_proj"))
-    plan = shard._planned(model, 3, "role_greedy", "newton_schulz", False, None)[1]
-    assert plan is not None
-    costs = {name: role.cost for unit in plan.units for role in unit.roles for name in role.names}
-    outer = 12 * model.get_parameter("lm_head.weight").numel()
-    assert costs["lm_head.weight"] == costs["model.embed_tokens.weight"] == outer
-    assert costs["model.layers.0.self_attn.q_proj.weight"] == 0 < costs["model.layers.0.self_attn.k_proj.weight"]
-
-
-def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
-    torch.manual_seed(0)
-    gradient, weight = torch.randn(32, 64), torch.zeros(32, 64)
-    stepped = [torch.nn.Parameter(part.clone()) for part in (weight, *weight.chunk(2))]
-    for parameter, part in zip(stepped, (gradient, *gradient.chunk(2)), strict=True):
-        parameter.grad = part.clone()
-        torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0).step()
-    together = torch.cat([part.detach() for part in stepped[1:]])
-    assert (together - stepped[0].detach()).norm() > 0.2 * stepped[0].detach().norm()
-
-
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
@@ -218,7 +164,7 @@ def test_newton_schulz_on_row_shards_is_another_optimizer() -> None:
     ],
 )
 def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks, ranks: int, case: Case) -> None:
-    answers = run(five, counted_step, ranks, case)
+    answers = run(five, counted_step, ranks, case.sending)
     plan, reshard = answers[0]["plan"], case.sharding.get("reshard_after_forward", True)
     gathers = [1] + [2 if reshard else 1] * (len(plan.units) - 2) + [1]  # the rest and the last block stay open
     for rank, answer in enumerate(answers):
@@ -238,8 +184,36 @@ def test_the_step_sends_nothing_and_the_passes_what_the_formula_says(five: Ranks
         assert sent == pytest.approx(unit.gamma * unit.numel * (ranks - 1) / ranks), plan.units[at].name
 
 
+@pytest.mark.parametrize("case", [Case(), Case(bf16=True, frozen="q_proj")])
+def test_on_a_board_nothing_is_sent_and_the_model_is_there_once(five: Ranks, case: Case) -> None:
+    """Counted by pages, each shared out over the ranks that have it; gradients' are given back."""
+    answers = run(five, on_board, 4, case)
+    layout = answers[0]["layout"]
+    assert all(answer["calls"] == [] for answer in answers)
+    model = sum(layout.resting)
+    assert model <= sum(answer["pages"] for answer in answers) <= model + 4 * PAGE
+    assert all(answer["pages"] < 0.4 * model for answer in answers)
+    assert layout.resting == tuple(4 * answer["pieces"] for answer in answers)
+
+
+@pytest.mark.parametrize("where", ["before", "evaluation", "forward", "backward"])
+def test_no_rank_writes_what_another_still_reads(five: Ranks, where: str) -> None:
+    """One stops in a pass, or before it has stepped: the others wait, also where no gradient is to be sent."""
+    assert run(five, held_up, 3, where) == [False] * 3
+
+
+@pytest.mark.parametrize("deaf", [0, 2])
+def test_where_one_rank_cannot_open_the_board_all_send_and_the_first_says_why(five: Ranks, deaf: int) -> None:
+    answers = run(five, without, 3, deaf)
+    assert [shares for shares, _ in answers] == [False] * 3
+    sentence = f"rank {deaf}: [Errno 13] Permission denied: '/proc/1/fd/5'"
+    assert [said for _, said in answers] == [
+        [f"the ranks share no memory and send over gloo instead: {sentence}"], [], [],
+    ]  # fmt: skip
+
+
 def test_replicas_add_up_what_each_owns_and_send_nothing_in_the_step(five: Ranks) -> None:
-    answers = run(five, counted_step, 4, Case(replicas=2))
+    answers = run(five, counted_step, 4, Case(replicas=2).sending)
     plan = answers[0]["plan"]
     for rank, answer in enumerate(answers):
         sums = [call for call in answer["passes"] if "allreduce" in call]
@@ -259,7 +233,7 @@ def test_the_next_unit_is_gathered_while_one_computes(five: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_ranks_hold_one_model_and_one_state_between_them(five: Ranks, ranks: int) -> None:
-    answers = run(five, counted_step, ranks, Case())
+    answers = run(five, counted_step, ranks, Case().sending)
     plan = answers[0]["plan"]
     shapes = {name: shape for unit in plan.units for name, shape in unit.shapes.items()}
     whole_model = 4 * sum(numel(shape) for shape in shapes.values())
@@ -282,20 +256,24 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mp", "dtype", "frozen", "reshard", "replicas"),
+    ("ranks", "mp", "dtype", "frozen", "reshard", "replicas", "sharing"),
     [
-        (4, MixedPrecisionPolicy(), FP32, "", True, 1),
-        (3, MixedPrecisionPolicy(), FP32, "", False, 1),
-        (4, MixedPrecisionPolicy(), BF16, "", True, 1),
-        (3, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, "", True, 1),
-        (4, MixedPrecisionPolicy(), FP32, "gate", True, 2),
-        (1, MixedPrecisionPolicy(), FP32, "", True, 1),
+        (4, MixedPrecisionPolicy(), FP32, "", True, 1, "never"),
+        (3, MixedPrecisionPolicy(), FP32, "", False, 1, "never"),
+        (4, MixedPrecisionPolicy(), BF16, "", True, 1, "never"),
+        (3, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, "", True, 1, "never"),
+        (4, MixedPrecisionPolicy(), FP32, "gate", True, 2, "never"),
+        (1, MixedPrecisionPolicy(), FP32, "", True, 1, "auto"),
+        (4, MixedPrecisionPolicy(), FP32, "", True, 1, "auto"),
+        (4, MixedPrecisionPolicy(), BF16, "", True, 1, "auto"),
+        (3, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, "gate", True, 1, "auto"),
     ],
 )
 def test_the_memory_that_is_counted_on_is_what_a_step_takes(
-    five: Ranks, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int
-) -> None:
-    for taken, counted_on in run(five, peak_beside_estimate, ranks, mp, dtype, frozen, reshard, replicas):
+    five: Ranks, ranks: int, mp: MixedPrecisionPolicy, dtype: torch.dtype, frozen: str, reshard: bool, replicas: int,
+    sharing: Sharing,
+) -> None:  # fmt: skip
+    for taken, counted_on in run(five, peak_beside_estimate, ranks, mp, dtype, frozen, reshard, replicas, sharing):
         assert 0.8 * counted_on <= taken <= counted_on
 
 
@@ -311,6 +289,8 @@ def test_evaluations_and_failed_passes_leave_no_trace(five: Ranks) -> None:
         ("plan", "rank 1 has another plan than rank 0"),
         ("version", "rank 1 has another torch version than rank 0: 2.0.0 instead of"),
         ("memory", "rank 1: the model takes 0.00 GiB where 0.00 GiB are free; use more ranks"),
+        ("setting", "rank 1 has another sharding setting than rank 0"),
+        ("sharing", "rank 1: sharing 'always' is neither auto nor never"),
         ("view", "rank 1: parameter model.layers.1.mlp.up_proj.weight is a view into a larger tensor"),
         ("strided", "rank 1: parameter model.layers.1.mlp.up_proj.weight is not contiguous"),
         ("sparse", "rank 1: parameter model.layers.1.mlp.up_proj.weight is sparse"),
