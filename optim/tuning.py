@@ -131,9 +131,10 @@ def default_tuning(
 
     Derived: on a fixed graph, the pair of a grid with gamma at least 0.3 at the best rate over the graph's own spectrum
     (for "pre" it comes near `best_heavy_ball` on sparse graphs). Matchings, sequences and groups are made for
-    alpha = 1. Measured: with one random peer of 8 (H = 16, 3 seeds) and in groups of 4 of 16 in fragments (H = 14 to
-    24, 3 seeds) 0.3 was best, since more momentum costs consensus; in "pre", to which it costs more, one random peer
-    does best with 0.2. Where that gamma is not stable, the largest multiple of 0.05 with a rate under 0.98.
+    alpha = 1. Measured (`python -m tests.benchmarks.gasloc`, 16 workers): groups in fragments and two peers do best at
+    0.3. One random peer hardly gains by momentum, which costs it consensus: with H = 16 it ends 0.5 % higher with 0.3
+    than with none, in "pre" 0.2 % higher with 0.2; with H = 24, and with H = 1, some is best. Where that gamma is not
+    stable, the largest multiple of 0.05 with a rate under 0.98.
     """
     if kind in FIXED and n > 1:
         return _best_fixed(_spectrum(kind, n, graph), momentum)[:2]
