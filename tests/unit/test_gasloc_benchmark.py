@@ -203,7 +203,7 @@ def test_where_nothing_sends_so_little_the_row_is_no_figure() -> None:
 
 def test_quick_has_what_its_rows_need() -> None:
     found = {
-        family.name: (family.candidates[0], [result(2.0, copies_per_step(family.candidates[0]) * 160)])
+        family.name: (family.candidates[0], [result(2.0, copies_per_step(family.candidates[0]) * 96)])
         for family in gasloc.quick_families()
     }
     assert all(setting.workers == 8 for setting, _ in found.values())
