@@ -7,13 +7,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from peerloom.node.p2pd import CALL_TIMEOUT_S, P2pDaemon, Stream
 from peerloom.node.seams import Clock
 from peerloom.node.throttle import Traffic
 from peerloom.node.tunnel_leg_dial import LegDialer
 from peerloom.node.tunnel_legs import Count, LegPort, Place
+from peerloom.node.tunnel_opening import Taken, ask, take, taken_by
 from peerloom.node.tunnel_pump import READ_BYTES, Passing, hang_up, join, relay
 from peerloom.node.tunnel_splice import Moved
 from peerloom.protocol import tunnel
@@ -30,8 +31,6 @@ FORWARD_S = 4.0  # the relay's step: one that fails is tried again on a connecti
 LEG_S = 3.0  # for the one who opens, to try the relay's port and say by which way
 KEEP_S = 10.0  # a stream that keeps a relay and asks nothing for so long is over
 PING_FLOOR_S = 0.1  # after an answer on it: many pings at once would not let the event loop go
-
-Taken = Literal["taken", "moved"] | Offer
 
 
 class Tunnels:
@@ -111,7 +110,7 @@ class Tunnels:
             raise LinkError("the libp2p daemon does not run now")
         try:
             async with asyncio.timeout(SETUP_S):
-                stream, taken = await _ask(self._daemon, via, header, SETUP_S)
+                stream, taken = await ask(self._daemon, via, header, SETUP_S)
                 if isinstance(taken, Offer) and isinstance(header, OpenTo):
                     return await self._leg_dialer.choose(self._daemon, via, stream, taken)
         except TimeoutError:
@@ -266,7 +265,7 @@ class Tunnels:
             with self._leg_port.offered() as place:
                 async with asyncio.timeout(FORWARD_S):
                     header = DeliverFrom(source, None if place is None else place.offer)
-                    stream, taken = await _ask(daemon, target, header, FORWARD_S)
+                    stream, taken = await ask(daemon, target, header, FORWARD_S)
                 return self._chosen(stream, taken, place, target)
         except TunnelRefused as error:
             return error.refusal
@@ -281,12 +280,12 @@ class Tunnels:
         """Tells the one who asked that the tunnel stands; returns what its leg goes by. Raises PeerError or OSError."""
         with self._leg_port.offered() as place:
             if place is None:
-                await _answer(stream)
+                await take(stream)
                 return self._chosen(stream, "taken", None, source)
             stream[1].write(tunnel.encode_answer("offered", place.offer))
             await stream[1].drain()
             async with asyncio.timeout(LEG_S):
-                return self._chosen(stream, await _taken(stream, source), place, source)
+                return self._chosen(stream, await taken_by(stream, source), place, source)
 
     def _chosen(self, stream: Stream, taken: Taken, place: Place | None, end: PeerId) -> Stream:
         if taken == "taken":
@@ -304,7 +303,7 @@ class Tunnels:
         if refusal is not None:
             return await self._refuse(stream, refusal)
         try:
-            await _answer(stream)
+            await take(stream)
             settle()
             while True:
                 async with asyncio.timeout(KEEP_S):
@@ -369,36 +368,3 @@ def _over_libp2p(stream: Stream) -> bool:
     """Whether it is p2pd that has the connection: all that leads to it is a socket of this machine's."""
     under = stream[1].get_extra_info("socket")
     return under is not None and under.family == socket.AF_UNIX
-
-
-async def _ask(daemon: P2pDaemon, via: PeerId, header: Header, timeout_s: float) -> tuple[Stream, Taken]:
-    """Opens a stream and has its header taken; raises LinkError, MalformedMessage or TimeoutError."""
-    stream = await daemon.open_stream(via, tunnel.TUNNEL, timeout_s)
-    try:
-        stream[1].write(tunnel.encode_header(header))
-        await stream[1].drain()
-        return stream, await _taken(stream, via)
-    except OSError:
-        stream[1].close()
-        raise LinkError(f"{via} broke the tunnel off before it stood") from None
-    except BaseException:
-        stream[1].close()
-        raise
-
-
-async def _taken(stream: Stream, by: PeerId) -> Taken:
-    """How the other side takes the tunnel; raises TunnelRefused, LinkError, MalformedMessage or OSError."""
-    try:
-        answer = tunnel.decode_answer(await stream[0].readexactly(1))
-        if answer == "offered":
-            return tunnel.decode_offer(await stream[0].readexactly(tunnel.OFFER_BYTES))
-    except asyncio.IncompleteReadError:
-        raise LinkError(f"{by} broke the tunnel off before it stood") from None
-    if tunnel.is_refusal(answer):
-        raise TunnelRefused(by, answer)
-    return "moved" if answer == "moved" else "taken"
-
-
-async def _answer(stream: Stream) -> None:
-    stream[1].write(tunnel.encode_answer("taken"))
-    await stream[1].drain()

@@ -144,13 +144,12 @@ def for_swarm(nodes: int, plain: GaslocSpec) -> GaslocSpec:
     """The form with the lowest loss for its bytes in a swarm of about so many nodes, at the bytes of `plain`.
 
     Up to GROUPS_FROM - 1 that is `plain` itself, one peer a round. From there on groups of 4 in 4 fragments: in
-    `python -m tests.benchmarks.gasloc` (16 workers, 110,912 parameters, 672 steps of batch 4, each tuned, 3 seeds)
-    they ended 2.3 % lower than one random peer at the same bytes, with 8 workers 2.5 %; with 4, where the group is the
+    `python -m tests.benchmarks.gasloc` (16 workers, 110,912 parameters, 672 steps of batch 4, each tuned, 3 seeds) they
+    ended 2.3 % lower than one random peer at the same bytes, with 8 workers 2.5 %; with 4, where the group is the
     swarm, 1.1 %, for which waiting for the slowest is too much. (Groups of 8 ended 3.3 % lower; a third leg each turn
-    is one more to wait in.) A member of 4 sends 1.5 copies for a group's mean,
-    so its rounds are half as long again. On a hypercube, where the groups go through all
-    nodes in turn, and at random for a number that is no power of 2; who is left over makes a smaller group, and a swarm
-    of 2 or 3 makes pairs.
+    is one more to wait in.) A member of 4 sends 1.5 copies for a group's mean, so its rounds are half as long again. On
+    a hypercube, where the groups go through all nodes in turn, and at random for a number that is no power of 2; who is
+    left over makes a smaller group, and a swarm of 2 or 3 makes pairs.
 
     It follows from what the run's author expects, not from who is there: a spec is one text with one id, the same for
     all nodes, while nobody knows how many will come. And it is no node's default unasked. In a group each waits for the

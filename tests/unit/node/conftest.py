@@ -31,7 +31,13 @@ async def no_leaks() -> AsyncIterator[None]:
 
 
 @pytest.fixture(params=["grpc", "memory"])
-async def swarm(request: pytest.FixtureRequest, no_leaks: None) -> AsyncIterator[Swarm]:
-    swarm = Swarm(request.param)
+def transport(request: pytest.FixtureRequest) -> str:
+    """What a swarm talks over; a file that is about one of them has its own."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def swarm(transport: str, no_leaks: None) -> AsyncIterator[Swarm]:
+    swarm = Swarm(transport)
     yield swarm
     await swarm.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -44,10 +43,8 @@ from .wire import NOW, RUN, Handler, Jumpable, Swarm, claim_of
 
 
 @pytest.fixture
-async def swarm() -> AsyncIterator[Swarm]:
-    swarm = Swarm("grpc")
-    yield swarm
-    await swarm.stop()
+def transport() -> str:
+    return "grpc"
 
 
 class Raw:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -46,10 +46,8 @@ from .wire import NOW, Handler, Swarm, claim_of, record_of
 
 
 @pytest.fixture
-async def swarm() -> AsyncIterator[Swarm]:
-    swarm = Swarm("grpc")
-    yield swarm
-    await swarm.stop()
+def transport() -> str:
+    return "grpc"
 
 
 class FakeServer:

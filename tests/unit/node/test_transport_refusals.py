@@ -19,14 +19,12 @@ from peerloom.protocol.errors import (
 )
 from peerloom.protocol.messages import (
     Chunk,
-    Offer,
 )
 from peerloom.protocol.services import EXCHANGE, STAGE
 
 from .wire import NOW, Handler, Swarm, record_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-OFFER = Offer("0f" * 16, 7, "cd" * 32, "fp32", 12)
 
 
 @pytest.mark.parametrize(
