@@ -258,6 +258,10 @@ class GossipMachine(Moves):
             case ev.OfferAccepted() if self._pairing.fits(event.round, self.round):
                 self._forget(sent)
                 return self._engage(Engaged(sent.exchange_id, sent.peer, event.round, offering=True))
+            case ev.OfferAccepted() if not self._pairing.could_know():
+                self._withdraw(sent, "too many rounds behind")
+                self._out.count("gossip_declined_round")
+                self._exclude(sent.peer)
             case ev.OfferDeclined():
                 self._forget(sent)
                 self._out.count(f"gossip_declined_{event.reason}")

@@ -71,6 +71,10 @@ class Pairing(Protocol):
         """Whether a partner that accepts in its round `theirs` may be met in ours."""
         ...
 
+    def could_know(self) -> bool:
+        """Whether a partner whose round does not fit could tell that from the offer."""
+        ...
+
     def due(self, place: Place, own: Place) -> bool:
         """Whether an offer for `place`, not to be refused, is for where we are."""
         ...
@@ -126,6 +130,9 @@ class Rendezvous:
             return theirs == own
         rounds = sorted([own, *(seen.round for seen in self.view.values())])
         return theirs >= min(own, rounds[len(rounds) // 2]) - self._skew
+
+    def could_know(self) -> bool:
+        return not self._skew  # else it hangs on where this node sees the middle
 
     def due(self, place: Place, own: Place) -> bool:
         return place[1:] == own[1:]
@@ -197,6 +204,9 @@ class Planned:
 
     def fits(self, theirs: int, own: int) -> bool:
         return theirs == own
+
+    def could_know(self) -> bool:
+        return True
 
     def due(self, place: Place, own: Place) -> bool:
         return place == own

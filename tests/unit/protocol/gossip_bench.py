@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from peerloom.protocol import effects as do
 from peerloom.protocol import events as ev
@@ -43,8 +44,8 @@ class MachineBench:
 class Bench(MachineBench):
     """A machine, a clock, and the ids of the offers it makes."""
 
-    def __init__(self, *peers: PeerId, pairing: str = "rendezvous", me: PeerId = ME, round: int = 0) -> None:
-        spec = GaslocSpec(pairing=pairing, match_timeout_s=M)  # type: ignore[arg-type]
+    def __init__(self, *peers: PeerId, me: PeerId = ME, round: int = 0, **gasloc: Any) -> None:
+        spec = GaslocSpec(match_timeout_s=M, **gasloc)
         self.machine = GossipMachine(me, spec, SEED, random.Random(1), LAYOUT, SIZE)
         self.now = 100.0
         self.sees(*peers)

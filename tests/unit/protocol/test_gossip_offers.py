@@ -137,10 +137,16 @@ def test_an_offer_to_a_peer_that_left_is_withdrawn() -> None:
     ]
 
 
-def test_an_accept_from_a_round_too_far_behind_is_a_fault() -> None:
+def test_an_accept_from_a_round_too_far_behind_is_withdrawn_and_no_fault() -> None:
+    """Who comes back after a while is told nothing of where we see the middle of the swarm."""
     bench = Bench(HIGH, round=20)
     bench.sees(HIGH, round=20)
     mine = offered(bench.ready(20))
     effects = bench.feed(ev.OfferAccepted(mine, 11))
-    assert do.SendWithdraw(mine, "a message out of order") in effects
-    assert do.ScorePeer(HIGH, "out_of_order") in effects
+    assert do.SendWithdraw(mine, "too many rounds behind") in effects
+    assert not [effect for effect in effects if isinstance(effect, do.ScorePeer)]
+    assert isinstance(effects[-1], do.FinishRound) and bench.machine.round == 20
+    strict = Bench(HIGH, round=20, max_round_skew=0)
+    strict.sees(HIGH, round=20)
+    mine = offered(strict.ready(20))
+    assert do.ScorePeer(HIGH, "out_of_order") in strict.feed(ev.OfferAccepted(mine, 19)), "it knew"
