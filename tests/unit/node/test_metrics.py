@@ -109,7 +109,9 @@ def counted(source: str) -> set[str]:
             if called in takers:
                 texts += node.args[takers[called] : takers[called] + 1]
                 texts += [each.value for each in node.keywords if each.arg == "metric"]
-    branches = [part for text in texts for part in ((text.body, text.orelse) if isinstance(text, ast.IfExp) else (text,))]
+    branches: list[ast.expr | None] = []
+    for text in texts:
+        branches += [text.body, text.orelse] if isinstance(text, ast.IfExp) else [text]
     found = {each.value for each in branches if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     for each in branches:
         if isinstance(each, ast.JoinedStr):
