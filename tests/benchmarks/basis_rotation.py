@@ -8,9 +8,9 @@ grid that grows by factors of two until no best rate lies on its edge.
 
 `--quick`: three methods, 200 steps, one seed, and the small step cost, within 60 s: a look, no result. Without a flag:
 all methods at 118,704 parameters, 2 seeds, the five that tell most before the others. `--full`: also smaller, larger
-and shorter runs of three methods, and runs of all three times as long, whose rows end in the setting's name. Finished runs are kept in
-results/basis_rotation/ and never run twice; a run cut short is run anew. `--stored` runs nothing: rows, table and plots
-of what is kept. `--processes 1` trains in this process, so that one signal stops all.
+and shorter runs of three methods, and runs of all three times as long, whose rows end in the setting's name. Finished
+runs are kept in results/basis_rotation/ and never run twice; a run cut short is run anew. `--stored` runs nothing:
+rows, table and plots of what is kept. `--processes 1` trains in this process, so that one signal stops all.
 """
 
 from __future__ import annotations
