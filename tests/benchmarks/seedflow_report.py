@@ -30,7 +30,16 @@ from tests.benchmarks.seedflow_quality import (
     prepare,
     test_accuracy,
 )
-from tests.benchmarks.seedflow_search import FIRST_ORDER_STEPS, START, Loss, ceiling, climb, loss_of, search
+from tests.benchmarks.seedflow_search import (
+    FIRST_ORDER_STEPS,
+    START,
+    Loss,
+    ceiling,
+    climb,
+    climb_finely,
+    loss_of,
+    search,
+)
 
 STEPS = int(os.environ.get("SEEDFLOW_STEPS", "5000"))  # local steps of every client
 SWARMS = {  # in the order in which a run that is cut short says the most
@@ -52,7 +61,7 @@ def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -
     settings = at_length(search(loss), loss)
     chosen = {"AdamW": ceiling(settings.trainable, loss)}
     for name, (method, clients) in SWARMS.items():
-        chosen[name] = climb(replace(settings, method=method, clients=clients, steps=STEPS), loss)
+        chosen[name] = climb_finely(replace(settings, method=method, clients=clients, steps=STEPS), loss)
     for seed in range(1, seeds):  # what is cut short has whole seeds
         for run in chosen.values():
             store.perform(replace(run, seed=seed), data, _say)

@@ -1,8 +1,8 @@
 """The settings of the quality runs, chosen on seed 0 by the validation loss alone: no figure of the test set is read.
 
-Learning rates lie on a ladder of half decades that is climbed until the best is not at an edge. The settings are
-searched one after the other with short runs of 16 clients; the first-order ceiling, on the same parameters, over batch,
-schedule and rate.
+Learning rates lie on a ladder of half decades that is climbed until the best is not at an edge; whatever is run at the
+whole length then tries the quarters beside its best. The settings are searched one after the other with short runs of
+16 clients; the first-order ceiling, on the same parameters, over batch, schedule and rate.
 """
 
 from __future__ import annotations
@@ -31,23 +31,29 @@ AT_THE_RATE: tuple[tuple[str, tuple[Any, ...]], ...] = (  # and at the best one'
 FIRST_ORDER = tuple((clients, decay) for clients in (16, 1) for decay in ("linear", "none"))
 FIRST_ORDER_STEPS = 500  # the paper's
 MOST = 8  # rungs tried in one climb
+HALF_DECADE, QUARTER_DECADE = 2, 1  # rungs
 
 
 def rung(number: int) -> float:
-    """1, 3, 10, 30 …, from number 0; below 1 for negative ones."""
-    return float(f"{'13'[number % 2]}e{number // 2}")
+    """1, 1.7, 3, 5.5, 10 …, from number 0; below 1 for negative ones."""
+    return float(f"{('1', '1.7', '3', '5.5')[number % 4]}e{number // 4}")
 
 
-def climb(run: Run, loss: Loss) -> Run:
+def climb(run: Run, loss: Loss, stride: int = HALF_DECADE) -> Run:
     """The run at the best rate of the ladder, from its own rate on; both neighbours of the best were tried."""
-    first = next(number for number in range(-16, 4) if rung(number) == run.lr)
+    first = next(number for number in range(-32, 8) if rung(number) == run.lr)
     tried = {first: loss(run)}
     while True:
         best = min(tried, key=lambda number: tried[number])
-        missing = [number for number in (best - 1, best + 1) if number not in tried]
+        missing = [number for number in (best - stride, best + stride) if number not in tried]
         if not missing or len(tried) >= MOST:
             return replace(run, lr=rung(best))
         tried[missing[0]] = loss(replace(run, lr=rung(missing[0])))
+
+
+def climb_finely(run: Run, loss: Loss) -> Run:
+    """Likewise, then among the rates between: at the whole length half a decade is a coarse step."""
+    return climb(climb(run, loss), loss, QUARTER_DECADE)
 
 
 def search(loss: Loss) -> Run:
@@ -64,7 +70,7 @@ def ceiling(trainable: str, loss: Loss) -> Run:
     """AdamW's: batch, schedule and rate."""
     start = Run(method="adamw", clients=1, steps=FIRST_ORDER_STEPS, lr=1e-4, trainable=trainable)
     found = [climb(replace(start, clients=clients, decay=decay), loss) for clients, decay in FIRST_ORDER]
-    return min(found, key=loss)
+    return climb(min(found, key=loss), loss, QUARTER_DECADE)
 
 
 def loss_of(perform: Callable[[Run], dict[str, Any]]) -> Loss:

@@ -18,7 +18,7 @@ from tests.benchmarks.seedflow_hops import Delayed, perform
 from tests.benchmarks.seedflow_last import LastLayer
 from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure
 from tests.benchmarks.seedflow_report import SWARMS, mean_curve, rows
-from tests.benchmarks.seedflow_search import ceiling, climb, search
+from tests.benchmarks.seedflow_search import ceiling, climb, climb_finely, search
 from tests.benchmarks.seedflow_swarm import TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
 
@@ -137,6 +137,19 @@ def test_a_climb_ends_between_two_worse_rates(start: float, best: float) -> None
 
     assert climb(Run(method="seedflow", clients=1, steps=5, lr=start), loss).lr == best
     assert min(tried) < best < max(tried)
+
+
+@pytest.mark.parametrize("best", [5.5e-3, 1.7e-3, 3e-3])
+def test_a_fine_climb_ends_between_two_worse_quarters(best: float) -> None:
+    tried = []
+
+    def loss(run: Run) -> float:
+        tried.append(run.lr)
+        return abs(math.log(run.lr / best))
+
+    assert climb_finely(Run(method="seedflow", clients=1, steps=5, lr=3e-2), loss).lr == best
+    around = sorted({abs(math.log10(lr / best)) for lr in tried if lr != best})
+    assert around[0] < 0.3 and min(tried) < best < max(tried)
 
 
 def test_the_search_takes_what_lowers_the_loss_and_the_ceiling_trains_the_same() -> None:
