@@ -100,6 +100,9 @@ class Exchanges:
         part, first = self._layout.elements(span), self._layout.elements(whole).start
         inside, y = slice(part.start - first, part.stop - first), self._flat[self._layout.elements(whole)]
         x, mixed = mixer.average(y, theirs, inside, own, replace=replace)
+        if replace and mixed.share == 1:
+            self._pass_on(span)
+            return mixed
         self._encode(span)
         if self._outbox is not None and self._lossy:
             x[inside] = self._decode(self._outbox, span)  # as the others will have it
@@ -150,6 +153,12 @@ class Exchanges:
             dither = Dither(self._spec.seed, self._round, sender)
             y = self._flat[self._layout.elements(piece)].cpu()
             encode(y, self._spec.gasloc.encoding, self._outbox[self._layout.bytes_of(piece)], dither)
+
+    def _pass_on(self, span: Span) -> None:
+        """Puts what came into the outbox as it came: encoded anew, int8 would round it once more, off by a last bit."""
+        if self._outbox is not None:
+            part = self._layout.bytes_of(span)
+            self._outbox[part] = self._inbox[part]
 
     def _decode(self, box: Tensor, span: Span) -> Tensor:
         encoding = self._spec.gasloc.encoding

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from peerloom.node.worker.port import WorkerProcess
 from peerloom.node.worker.tasks.gasloc import GaslocTask
+from peerloom.optim.encode import Encoding, decode, encode
 from peerloom.optim.groups import group_mean
+from peerloom.optim.int8 import Dither, split
 from peerloom.optim.robust import MedianClip, distance
 from peerloom.protocol import plan
 from peerloom.protocol.errors import SpecError
@@ -80,6 +82,23 @@ def test_a_group_in_fragments_takes_its_mean_one_after_the_other(source: Path, t
         assert not torch.equal(four[0]._flat.flat, four[1]._flat.flat)  # the first fragment has trained on since
     else:
         assert torch.allclose(thetas[0], thetas[1], atol=0.03)
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "bf16", "int8"])
+def test_what_replaces_a_part_is_passed_on_as_it_came(source: Path, tmp_path: Path, encoding: Encoding) -> None:
+    spec = run(source, pairing="hypercube", group_size=4, fragments=2, encoding=encoding, clip_radius=0.0)
+    worker = task(spec, tmp_path)
+    worker.train(0, never, 0)
+    worker._exchanges.send(0)
+    pieces = (1, 2)
+    part = worker._exchanges._layout.elements(pieces)
+    theirs, numel = inbox(worker, pieces), part.stop - part.start
+    encode(torch.randn(numel, generator=torch.Generator().manual_seed(0)), encoding, theirs, Dither(1, 0, "peer-b"))
+    if encoding == "int8":
+        split(theirs, numel)[1].div_(2, rounding_mode="floor")  # encoded anew, the blocks would get other scales
+    worker.take(0, 1.0, pieces, True)
+    assert torch.equal(outbox(worker, pieces), theirs)
+    assert torch.equal(worker._method.parts[0]._y[part], decode(theirs, encoding))
 
 
 def test_a_group_with_a_liar_moves_a_node_only_so_far(source: Path, tmp_path: Path) -> None:
