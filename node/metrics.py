@@ -37,7 +37,8 @@ class NodeCollector(Collector):
         """What a scrape sees."""
         status = self._status()
         yield from _node_metrics(status)
-        for name, value in sorted(status.counters.items()):
+        zeros = dict.fromkeys(COUNTERS.keys() - RENAMED.keys(), 0.0)  # for a rate over the first that is counted
+        for name, value in sorted((zeros | status.counters).items()):
             clean = re.sub("[^a-z0-9_]", "_", name)
             told = COUNTERS.get(name, "A counter of this node's method")
             if name in RENAMED:

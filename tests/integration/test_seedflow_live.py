@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,18 @@ def messages_of(node: Node, peer: str) -> set[FloodMessage]:
         log.close()
 
 
+def origins_at(node: Node, swarm: Swarm, names: list[str], copy: Path) -> bool:
+    """Whether the log of a node that is running holds messages of all of these."""
+    peers = {row["name"]: row["peer_id"] for row in (swarm.watcher().newest() or {"nodes": []})["nodes"]}
+    if not {*names, node.name} <= peers.keys():
+        return False
+    copy.mkdir(exist_ok=True)
+    shutil.copyfile(node.run_dir / "flood.log", copy / "flood.log")
+    log = FloodLog(copy, load_spec(node.run_dir / "run.toml").run_id, PeerId(peers[node.name]))
+    log.close()
+    return {peers[name] for name in names} <= {item.batch.origin for item in log.items if isinstance(item, Segment)}
+
+
 def replayed(node: Node, messages: set[FloodMessage], home: Path) -> SeedflowTask:
     """A worker of its own that applies them all at once."""
     spec = load_spec(node.run_dir / "run.toml")
@@ -125,6 +138,10 @@ def test_five_nodes_two_of_them_killed_hold_the_state_of_a_central_replay(
             nodes = [swarm.join(name, "--trust-paths") for name in NAMES[:-1]]
             for node in nodes:
                 node.wait_for("flushes since it has a link", partial(flushed_on, node), START_S)
+            others = ["b", "c", "d"]
+            nodes[0].wait_for(
+                "messages of all others", partial(origins_at, nodes[0], swarm, others, tmp_path / "copy"), START_S
+            )
             base.rename(hidden)
             late = swarm.join(NAMES[-1])
             for victim in (swarm.nodes["b"], swarm.nodes["c"]):

@@ -79,6 +79,13 @@ def test_both_formats_parse_and_hold_the_figures() -> None:
     assert sum(s.value for s in states) == 1 and len(states) > 5
 
 
+def test_what_has_not_happened_is_a_zero_and_not_missing() -> None:
+    body, _ = exposition(lambda: NodeStatus(record=RECORD))("")
+    samples = {sample.name: sample.value for family in parse_text(body.decode()) for sample in family.samples}
+    assert samples["peerloom_tunnel_legs_libp2p_total"] == samples["peerloom_worker_deaths_total"] == 0
+    assert "peerloom_progress_ratio" not in samples  # not a count: without a figure it has none
+
+
 def test_names_follow_the_conventions() -> None:
     for name, kind in exported().items():
         assert re.fullmatch(r"peerloom_[a-z0-9_]+", name)
