@@ -59,9 +59,9 @@ def report(model: Path, reviews: Path, cache: Path, results: Path, seeds: int) -
     data = prepare(model, reviews, cache, _say)
     loss = loss_of(lambda run: store.perform(run, data, _say))
     settings = at_length(search(loss), loss)
-    chosen = {"AdamW": ceiling(settings.trainable, loss)}
+    chosen = {"AdamW": ceiling(settings.trainable, loss, seeds)}
     for name, (method, clients) in SWARMS.items():
-        chosen[name] = climb_finely(replace(settings, method=method, clients=clients, steps=STEPS), loss)
+        chosen[name] = climb_finely(replace(settings, method=method, clients=clients, steps=STEPS), loss, seeds)
     for seed in range(1, seeds):  # what is cut short has whole seeds
         for run in chosen.values():
             store.perform(replace(run, seed=seed), data, _say)

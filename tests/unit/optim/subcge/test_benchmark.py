@@ -140,14 +140,15 @@ def test_a_climb_ends_between_two_worse_rates(start: float, best: float) -> None
 
 
 @pytest.mark.parametrize("best", [5.5e-3, 1.7e-3, 3e-3])
-def test_a_fine_climb_ends_between_two_worse_quarters(best: float) -> None:
+def test_a_fine_climb_ends_between_two_quarters_that_are_worse_on_most_seeds(best: float) -> None:
     tried = []
 
     def loss(run: Run) -> float:
         tried.append(run.lr)
-        return abs(math.log(run.lr / best))
+        wish = best * 1.7 if run.seed == 0 else best  # seed 0 alone would have it a rung higher
+        return abs(math.log(run.lr / wish))
 
-    assert climb_finely(Run(method="seedflow", clients=1, steps=5, lr=3e-2), loss).lr == best
+    assert climb_finely(Run(method="seedflow", clients=1, steps=5, lr=3e-2), loss, 3).lr == best
     around = sorted({abs(math.log10(lr / best)) for lr in tried if lr != best})
     assert around[0] < 0.3 and min(tried) < best < max(tried)
 
@@ -158,7 +159,7 @@ def test_the_search_takes_what_lowers_the_loss_and_the_ceiling_trains_the_same()
 
     chosen = search(loss)
     assert (chosen.lr, chosen.rank, chosen.decay, chosen.eps) == (1e-3, 8, "cosine", 1e-3)
-    assert ceiling("x", loss).trainable == "x"
+    assert ceiling("x", loss, 2).trainable == "x"
 
 
 def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
