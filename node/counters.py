@@ -1,4 +1,4 @@
-"""Every counter that a node keeps, with what it says: `Facts.counters`, shown by `peer status` and by /metrics.
+"""Every counter that a node keeps, with what it says: `Facts.counters`, which /metrics shows.
 
 A test reads the code for names that are not told here; the table in deploy/README.md lists them all.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from peerloom.protocol.messages import DeclineReason
 from peerloom.protocol.tunnel import Refusal
 
-COUNTERS: dict[str, str] = {  # the metric's name without its prefix, and what it says
+_SINGLE = {  # the metric's name without its prefix, and what it says
     "rounds": "Rounds finished",
     "train_seconds": "Time in local steps",
     "exchange_seconds": "Time at exchange points, waiting and transferring",
@@ -100,16 +100,8 @@ COUNTERS: dict[str, str] = {  # the metric's name without its prefix, and what i
     "tunnels_half_open_now": "Tunnels being set up",
     "relay_places_now": "Peers that hold a place with this relay",
 }
-RENAMED = {  # these may fall, or are no counts
-    "exchange_seconds_max": "longest_exchange_seconds",
-    "progress": "progress_ratio",
-    "tunnels_relayed_now": "open_tunnels_relayed",
-    "tunnels_delivered_now": "open_tunnels_delivered",
-    "tunnels_half_open_now": "half_open_tunnels",
-    "relay_places_now": "relay_places",
-}
 
-# families: a counter a reason, named {family}_{reason}
+# families: a counter a reason, the reason last in its name
 _DECLINED = "Offers that a peer declined: "
 _REFUSED = "Offers of peers declined: "
 _REASONS: dict[DeclineReason, str] = {
@@ -139,9 +131,19 @@ _RELAYS: dict[str, str] = {
     "stalled": "a tunnel through it fell silent",
     "broken": "a tunnel through it broke under a call",
 }
-COUNTERS.update(
-    {f"gossip_declined_{reason}": _DECLINED + said for reason, said in _REASONS.items()}
+COUNTERS: dict[str, str] = (
+    _SINGLE
+    | {f"gossip_declined_{reason}": _DECLINED + said for reason, said in _REASONS.items()}
+    | {"gossip_declined_round": "Offers that a peer declined for its round, or took too many rounds behind"}
     | {f"gossip_refused_{reason}": _REFUSED + said for reason, said in _REASONS.items()}
     | {f"tunnels_refused_{refusal}": "Tunnels refused: " + said for refusal, said in _TUNNELS.items()}
     | {f"relay_faults_{fault}": "Faults held against relays: " + said for fault, said in _RELAYS.items()}
 )
+RENAMED = {  # these may fall, or are no counts
+    "exchange_seconds_max": "longest_exchange_seconds",
+    "progress": "progress_ratio",
+    "tunnels_relayed_now": "open_tunnels_relayed",
+    "tunnels_delivered_now": "open_tunnels_delivered",
+    "tunnels_half_open_now": "half_open_tunnels",
+    "relay_places_now": "relay_places",
+}

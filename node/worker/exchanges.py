@@ -155,7 +155,7 @@ class Exchanges:
             encode(y, self._spec.gasloc.encoding, self._outbox[self._layout.bytes_of(piece)], dither)
 
     def _pass_on(self, span: Span) -> None:
-        """Puts what came into the outbox as it came: encoded anew, int8 would round it once more, off by a last bit."""
+        """Puts what came into the outbox as it came: encoded anew, int8 may round it to another step."""
         if self._outbox is not None:
             part = self._layout.bytes_of(span)
             self._outbox[part] = self._inbox[part]

@@ -33,7 +33,7 @@ from tests.benchmarks.rows import Row, main
 RESULTS = Path(__file__).parent / "results" / "basis_rotation"
 GRID = {1: (1e-3, 2e-3, 4e-3, 8e-3), 32: (5e-4, 1e-3, 2e-3, 4e-3)}
 MAIN = replace(Plan(), size=Size(width=48, heads=3, hidden=144), steps=6000, warmup=300)
-TRENDS = {  # one batch for all, so that size and length alone differ
+TRENDS = {  # one batch for all, so that size and length alone differ, and the warm-up's share in the longest
     "small": replace(MAIN, size=Size()),
     "wide": replace(MAIN, size=Size(width=64, heads=4, hidden=192)),
     "short": replace(MAIN, size=Size(), steps=1500, warmup=75),

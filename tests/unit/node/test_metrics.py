@@ -95,8 +95,10 @@ def test_names_follow_the_conventions() -> None:
 
 def test_the_operators_table_lists_exactly_what_is_exported() -> None:
     text = (ROOT / "deploy/README.md").read_text()
-    listed = set(re.findall(r"^\| `(peerloom_\w+)`", text, re.MULTILINE))
-    assert listed == set(exported())
+    listed = dict(re.findall(r"^\| `(peerloom_\w+)` \|.*\| (.*?) \|$", text, re.MULTILINE))
+    assert set(listed) == set(exported())
+    for name, said in COUNTERS.items():
+        assert listed["peerloom_" + RENAMED.get(name, f"{name}_total")] == said
 
 
 def counted(source: str) -> set[str]:
