@@ -32,7 +32,6 @@ PROMPT = Prompt("{text} It was", (" terrible", " great"))
 SIZES = {"train": 1024, "validation": 400, "test": 800}
 CHARACTERS = 80  # longer reviews are left out: the machine is small
 UPPER = 1
-BATCH = 8  # examples of a client and step
 FLUSH = 5
 PATIENCE = 8  # points without a lower validation loss after which AdamW is stopped: it overfits
 
@@ -56,6 +55,7 @@ class Run:
     rank: int = 32
     period: int = 1000
     bound: float = 256.0
+    batch: int = 8  # examples of a client and step
 
     def share(self, step: int) -> float:
         """Of the learning rate, at a step."""
@@ -139,7 +139,7 @@ def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     draws = [torch.Generator().manual_seed(run.seed * 1000 + client) for client in range(run.clients)]
     outbox: list[tuple[int, int, int, int]] = []
     for step in range(run.steps):
-        picked = [_minibatch(len(train), client, run.clients, draw) for client, draw in enumerate(draws)]
+        picked = [_minibatch(len(train), client, run, draw) for client, draw in enumerate(draws)]
         scalars = swarm.estimate(step, picked, run.share(step))
         outbox += [(client, step, step, scalar) for client, scalar in enumerate(scalars)]
         if (step + 1) % FLUSH == 0:
@@ -148,9 +148,9 @@ def _zeroth_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
             yield step + 1
 
 
-def _minibatch(examples: int, client: int, clients: int, draw: torch.Generator) -> torch.Tensor:
+def _minibatch(examples: int, client: int, run: Run, draw: torch.Generator) -> torch.Tensor:
     """Rows of the client's shard, which is every `clients`-th example."""
-    return torch.randint(examples // clients, (BATCH,), generator=draw) * clients + client
+    return torch.randint(examples // run.clients, (run.batch,), generator=draw) * run.clients + client
 
 
 def _first_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
@@ -164,7 +164,7 @@ def _first_order(run: Run, upper: UpperLayers, train: Cached) -> Iterator[int]:
     draws = [torch.Generator().manual_seed(run.seed * 1000 + client) for client in range(run.clients)]
     for step in range(run.steps):
         optimizer.param_groups[0]["lr"] = run.lr * run.share(step)
-        picked = [_minibatch(len(train), client, run.clients, draw) for client, draw in enumerate(draws)]
+        picked = [_minibatch(len(train), client, run, draw) for client, draw in enumerate(draws)]
         batch = train.pick(torch.cat(picked))
         optimizer.zero_grad()
         F.cross_entropy(upper(batch), batch.labels).backward()  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self.results: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.results: list[dict[str, Any]] = [{"batch": 8} | json.loads(line) for line in lines]
 
     def get(self, run: Run) -> dict[str, Any] | None:
         about = {**asdict(run), "upper": UPPER}

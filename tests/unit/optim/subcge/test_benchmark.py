@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
 from tests.benchmarks.seedflow_last import LastLayer
-from tests.benchmarks.seedflow_quality import Data, Run, Store, final, measure
-from tests.benchmarks.seedflow_report import SWARMS, mean_curve, rows
+from tests.benchmarks.seedflow_quality import UPPER, Data, Run, Store, final, measure
+from tests.benchmarks.seedflow_report import STEPS, SWARMS, at_length, mean_curve, rows
 from tests.benchmarks.seedflow_search import ceiling, climb, climb_finely, search
 from tests.benchmarks.seedflow_swarm import TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
@@ -115,7 +116,7 @@ def test_methods_lower_the_loss_and_a_finished_run_is_not_run_again(tmp_path: Pa
     before = measure(upper, data)[0]
     store, said = Store(tmp_path / "runs.jsonl"), list[str]()
     runs = [
-        Run(method=method, clients=clients, steps=100, lr=lr, decay="linear", rank=4, period=50)
+        Run(method=method, clients=clients, steps=100, lr=lr, decay="linear", rank=4, period=50, batch=4)
         for method, clients, lr in (("seedflow", 3, 1.0), ("mezo", 1, 1.0), ("adamw", 2, 1e-2))
     ]
     for run in runs:
@@ -162,6 +163,23 @@ def test_the_search_takes_what_lowers_the_loss_and_the_ceiling_trains_the_same()
     assert ceiling("x", loss, 2).trainable == "x"
 
 
+def test_the_batch_is_chosen_at_the_whole_length() -> None:
+    def loss(run: Run) -> float:
+        return abs(math.log(run.lr / 1e-2)) + (run.batch != 32) + (run.steps < STEPS)
+
+    chosen = at_length(Run(method="seedflow", clients=16, steps=500, lr=3e-2), loss)
+    assert (chosen.batch, chosen.lr, chosen.steps) == (32, 1e-2, STEPS)
+
+
+def test_runs_kept_before_the_batch_was_one_of_the_settings_had_eight(tmp_path: Path) -> None:
+    run = Run(method="seedflow", clients=1, steps=5, lr=1e-2)
+    kept = {**asdict(run), "upper": UPPER, "curve": []}
+    del kept["batch"]
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(kept) + "\n")
+    assert Store(path).get(run) is not None and Store(path).get(replace(run, batch=32)) is None
+
+
 def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
     upper, data = small_upper()
     mezo = TableMeZO(upper, eps=1e-2, lr=1.0, run_seed=1, trainable="down_proj")
@@ -198,8 +216,8 @@ def small_upper() -> tuple[UpperLayers, Cached]:
 
 def test_the_rows_name_every_swarm_and_what_was_left_out() -> None:
     found = {name: (0.8 + clients / 100, 0.0) for name, (_, clients) in SWARMS.items()} | {"AdamW": (0.9, 0.0)}
-    made = {row.name: row for row in rows(found, 0.5, 3)}
+    made = {row.name: row for row in rows(found, 32, 0.5, 3)}
     compared = made["accuracy_n16_mezo"]
     assert (compared.value, compared.baseline_value) == (found["SeedFlow 16"][0], found["MeZO 16"][0])
-    for told in ("over 80 characters left out", "5000 steps", "without weight decay", "TableMeZO"):
+    for told in ("over 80 characters left out", "batch 32 a client", "5000 steps", "without weight decay", "TableMeZO"):
         assert all(told in row.setting for row in made.values())
