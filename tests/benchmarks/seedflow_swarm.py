@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from peerloom.optim.subcge import FRACTION_BITS, MeZO, SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, SCALAR_LIMIT, MeZO, SubCGE
+from peerloom.optim.subcge_estimate import fixed
 from tests.benchmarks.seedflow_last import LastLayer
+from tests.benchmarks.seedflow_table import TableLast
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers
 
 Messages = Sequence[tuple[int, int, int, int]]
+BLOCK = 1 << 16  # elements that stay in the cache
 
 
 class Swarm(Protocol):
@@ -47,21 +50,17 @@ class SubCGESwarm:
 
 
 class MeZOSwarm:
-    """MeZO, one client after the other, as it is."""
+    """MeZO: estimates of all clients in one pass too."""
 
-    def __init__(self, mezo: MeZO, upper: UpperLayers, train: Cached) -> None:
-        self._mezo, self._upper, self._train = mezo, upper, train
+    def __init__(self, mezo: TableMeZO, upper: UpperLayers, train: Cached) -> None:
+        self._mezo = mezo
+        self._last = TableLast(upper, train)
 
     def estimate(self, step: int, picked: Sequence[Tensor], share: float) -> list[int]:
-        scalars = []
-        for client, rows in enumerate(picked):
-            batch = self._train.pick(rows)
-
-            def loss(batch: Cached = batch) -> Tensor:
-                return F.cross_entropy(self._upper(batch), batch.labels)
-
-            scalars.append(self._mezo.estimate(loss, self._mezo.seed_of(client, step), share))
-        return scalars
+        mezo = self._mezo
+        directions = [mezo.directions(mezo.seed_of(client, step)) for client in range(len(picked))]
+        slopes = self._last.slopes(torch.stack(list(picked)), directions, mezo.eps)
+        return [fixed(slope, mezo.bound, FRACTION_BITS, share) for slope in slopes]
 
     def apply(self, messages: Messages) -> None:
         self._mezo.apply(messages)
@@ -76,13 +75,37 @@ class TableMeZO(MeZO):
 
     _table = torch.empty(0)
 
-    def _add(self, seed: int, weight: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, eps: float, lr: float, run_seed: int, trainable: str = "", bound: int = SCALAR_LIMIT
+    ) -> None:
+        super().__init__(model, eps=eps, lr=lr, run_seed=run_seed, trainable=trainable, bound=bound)
+        self.bound = bound
+        self._names = [name for name, _ in model.named_parameters() if re.search(trainable, name)]
+
+    def directions(self, seed: int) -> dict[str, Tensor]:
+        """Z by the parameter's name, where it lies in the table."""
+        sizes = [tensor.numel() for tensor in self._tensors]
         table = type(self).table()
-        start = seed % (len(table) - sum(tensor.numel() for tensor in self._tensors))
-        with torch.no_grad():
-            for tensor in self._tensors:
-                tensor.add_(table[start : start + tensor.numel()].view_as(tensor), alpha=weight)
-                start += tensor.numel()
+        start = seed % (len(table) - sum(sizes))
+        parts = table[start : start + sum(sizes)].split(sizes)
+        return {
+            name: part.view_as(tensor)
+            for name, tensor, part in zip(self._names, self._tensors, parts, strict=True)
+        }
+
+    def apply(self, messages: Messages) -> None:
+        """As MeZO's, block by block of the weights, so that each block is fetched once for all messages."""
+        weights = [-self._lr * scalar / 2**FRACTION_BITS for *_, scalar in messages]
+        found = [self.directions(self.seed_of(origin, sequence)) for origin, sequence, *_ in messages]
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            blocks = [tensor.view(-1).split(BLOCK), *(one[name].reshape(-1).split(BLOCK) for one in found)]
+            for block, *moves in zip(*blocks, strict=True):
+                for move, weight in zip(moves, weights, strict=True):
+                    block.add_(move, alpha=weight)
+
+    def _add(self, seed: int, weight: float) -> None:
+        for tensor, direction in zip(self._tensors, self.directions(seed).values(), strict=True):
+            tensor.add_(direction, alpha=weight)
 
     @classmethod
     def table(cls) -> Tensor:

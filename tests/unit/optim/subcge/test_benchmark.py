@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from peerloom.node.worker.classification import Example, Prompt, PromptClassifier
-from peerloom.optim.subcge import FRACTION_BITS, SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, MeZO, SubCGE
+from tests.benchmarks import seedflow_swarm
 from tests.benchmarks.seedflow import payload_rows
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, complete, encode, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed, perform
@@ -20,7 +21,7 @@ from tests.benchmarks.seedflow_last import LastLayer
 from tests.benchmarks.seedflow_quality import UPPER, Data, Run, Store, final, measure
 from tests.benchmarks.seedflow_report import STEPS, SWARMS, at_length, mean_curve, rows
 from tests.benchmarks.seedflow_search import ceiling, climb, climb_finely, search
-from tests.benchmarks.seedflow_swarm import TableMeZO
+from tests.benchmarks.seedflow_swarm import MeZOSwarm, TableMeZO
 from tests.benchmarks.seedflow_upper import Cached, UpperLayers, lower_activations
 
 
@@ -192,6 +193,37 @@ def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
     torch.testing.assert_close(weight.detach(), before)
     mezo.apply([(0, 0, 0, 1 << 16)])
     torch.testing.assert_close(weight.detach(), before - moved, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("trainable", [r"_proj\.weight$", r"(k|o|up)_proj\.weight$"])
+def test_all_clients_of_mezo_in_one_pass_estimate_as_each_does_with_its_weights_moved(trainable: str) -> None:
+    upper, data = small_upper()
+    mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, trainable=trainable)
+    swarm = MeZOSwarm(mezo, upper, data)
+    picked = [torch.tensor(one) for one in ([4, 0, 1], [1, 3, 5], [2, 2, 0])]
+    for step in range(3):
+        together = swarm.estimate(step, picked, 0.5)
+        for client, chosen in enumerate(picked):
+            part = data.pick(chosen)
+
+            def loss(part: Cached = part) -> torch.Tensor:
+                return torch.nn.functional.cross_entropy(upper(part), part.labels)
+
+            assert abs(mezo.estimate(loss, mezo.seed_of(client, step), 0.5) - together[client]) < 20
+        assert len(set(together)) == 3
+        swarm.apply([(client, step, step, (client + 1) << 16) for client in range(3)])
+
+
+def test_messages_are_applied_to_blocks_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seedflow_swarm, "BLOCK", 100)
+    made = []
+    for kind in (TableMeZO.apply, MeZO.apply):
+        upper, _ = small_upper()
+        mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, trainable="_proj")
+        kind(mezo, [(client, 0, 0, client << 14) for client in range(1, 6)])
+        made.append(upper.state_dict())
+    for name, tensor in made[0].items():
+        assert torch.equal(tensor, made[1][name]), name
 
 
 def test_the_plots_curve_is_the_mean_where_all_have_a_point() -> None:
