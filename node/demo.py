@@ -9,7 +9,7 @@ The JSON of `peer demo --json FILE`, schema 1; keys are only ever added. null wh
                    "loss_after": float | null}]}
 
 `minutes` is how long it ran, `loss` the node's last held-out loss in nats a byte, `partners` the number of different
-peers it committed an exchange with, `spread` the largest loss minus the smallest after the last round after which all
+peers it committed an exchange with, `spread` the largest loss minus the smallest, GASLoC's after the last round after which all
 nodes measured. `seedflow` is empty for other methods; the hash is that of the sums in the node's home.
 """
 
@@ -143,7 +143,8 @@ async def run_demo(
     finally:
         seconds, dead = clock() - started, [child for child in children.ended() if not _may_end(plan, child)]
         killed = await children.stop()
-    spread = spread_of(progress.losses.at_one_round())
+    losses = progress.losses
+    spread = spread_of(losses.at_one_round() if plan.method == "gasloc" else losses.last())
     figures, failures = judge(progress.statuses, plan.nodes, spread, plan.method)
     states = [figures_of(plan.folder / name) for name in plan.names] if plan.method == "seedflow" else []
     if states:

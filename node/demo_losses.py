@@ -1,7 +1,8 @@
 """The nodes' held-out losses by round, as a watch of the swarm shows them: what says whether they agree.
 
 Each node's last loss was measured when it was: on a machine whose cores are taken one may lie many rounds behind
-another's, and the model learnt in between. So nodes are compared where all measured after the same round.
+another's, and the model learnt in between. So nodes of GASLoC, which train a model each, are compared where all
+measured after the same round; those of a pipeline measure one model together.
 """
 
 from __future__ import annotations
@@ -32,5 +33,9 @@ class LossesByRound:
         """The losses of all nodes after the last round after which all were seen; without one, each one's last."""
         common = set.intersection(*(set(losses) for losses in self._found.values())) if self._found else set[int]()
         if not common:
-            return list(self._last.values())
+            return self.last()
         return [losses[max(common)] for losses in self._found.values()]
+
+    def last(self) -> list[float]:
+        """Each node's last loss."""
+        return list(self._last.values())

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def test_losses_are_compared_after_the_same_round() -> None:
     losses.observe(seen((3, 2.9), (2, 2.91)))
     assert losses.at_one_round() == [2.9, 2.91]
     losses.observe(seen((6, 2.0), (3, 2.91)))  # b has fallen behind
-    assert losses.at_one_round() == [2.9, 2.91]
+    assert losses.at_one_round() == [2.9, 2.91] and losses.last() == [2.0, 2.91]
     losses.observe(seen((7, 2.0), (7, 2.01)))
     assert losses.at_one_round() == [2.0, 2.01]
 
@@ -219,12 +220,30 @@ def test_nodes_that_never_measured_after_the_same_round_are_compared_by_their_la
     assert losses.at_one_round() == [2.5, 2.3]
 
 
-async def test_the_demo_compares_after_the_same_round(plan: DemoPlan) -> None:
+@pytest.mark.parametrize("method", ["gasloc", "pipeline"])
+async def test_nodes_that_end_apart_fail_the_demo(plan: DemoPlan, method: str) -> None:
     apart = [status(name, loss=2.0 + index / 5, round=5, tokens=9, partners={"x": 1, "y": 1})
              for index, name in enumerate(plan.names)]  # fmt: skip
-    outcome, _ = await run(plan, apart)
+    outcome, _ = await run(replace(plan, method=method), apart)
     assert outcome.spread == pytest.approx(0.4)
     assert outcome.failures == ["the nodes' losses lie 0.400 apart, not under 0.1"]
+
+
+async def test_a_node_that_measured_last_some_rounds_ago_is_not_compared_with_newer_losses(plan: DemoPlan) -> None:
+    def look(*rounds_and_losses: tuple[int, float]) -> list[NodeStatus]:
+        return [replace(good(name), record=replace(good(name).record, round=at, loss=loss))
+                for name, (at, loss) in zip(plan.names, rounds_and_losses, strict=True)]  # fmt: skip
+
+    interrupted = asyncio.Event()
+
+    async def watch(invites: list[str]) -> AsyncIterator[list[NodeStatus]]:
+        yield look((4, 2.4), (4, 2.41), (4, 2.4))
+        yield look((8, 2.0), (5, 2.41), (9, 2.0))
+        interrupted.set()
+        await asyncio.Event().wait()
+
+    outcome = await run_demo(replace(plan, eval_every=2), watch, lambda _: None, interrupted)
+    assert outcome.failures == [] and outcome.spread == pytest.approx(0.01)
 
 
 def test_a_loss_that_is_not_low_enough() -> None:
