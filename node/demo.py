@@ -9,8 +9,8 @@ The JSON of `peer demo --json FILE`, schema 1; keys are only ever added. null wh
                    "loss_after": float | null}]}
 
 `minutes` is how long it ran, `loss` the node's last held-out loss in nats a byte, `partners` the number of different
-peers it committed an exchange with, `spread` the largest loss minus the smallest, GASLoC's after the last round after which all
-nodes measured. `seedflow` is empty for other methods; the hash is that of the sums in the node's home.
+peers it committed an exchange with, `spread` the largest loss minus the smallest (GASLoC: after the last round after
+which all measured). `seedflow` is empty for other methods; the hash is that of the sums in the node's home.
 """
 
 from __future__ import annotations
