@@ -142,7 +142,7 @@ def _plot(results: Path, store: Store, chosen: dict[str, Run], zero: float, elem
         found = [result for seed in range(seeds) if (result := store.get(replace(run, seed=seed))) is not None]
         a_step = elements * 4 / FLUSH if run.method == "adamw" else run.clients * MESSAGE_BYTES
         points = [(step * a_step, test) for step, test in mean_curve(found)]
-        label = f"AdamW as DSGD, {run.clients} clients" if run.method == "adamw" else name.replace(" ", ", clients: ")
+        label = f"AdamW as DSGD, clients: {run.clients}" if run.method == "adamw" else name.replace(" ", ", clients: ")
         axes.plot(*zip(*points, strict=True), marker=".", label=label)
     axes.axhline(zero, linestyle=":", color="grey", label="zero-shot")
     axes.set(xscale="log", xlabel="payload bytes over an edge", ylabel="accuracy on the test reviews")
