@@ -30,11 +30,17 @@ class LossesByRound:
                 self._found[record.peer_id][record.round - record.round % self.every] = record.loss
 
     def at_one_round(self) -> list[float]:
-        """The losses of all nodes after the last round after which all were seen; without one, each one's last."""
-        common = set.intersection(*(set(losses) for losses in self._found.values())) if self._found else set[int]()
-        if not common:
+        """The losses of all nodes after the last round after which all were seen; each one's last if that is long ago.
+
+        It is if the newest loss comes from a round twice as late: then a node has stopped, and is not excused.
+        """
+        seen = [set(losses) for losses in self._found.values()]
+        if not seen:
+            return []
+        common = max(set.intersection(*seen), default=-1)
+        if 2 * common < max(set.union(*seen)):
             return self.last()
-        return [losses[max(common)] for losses in self._found.values()]
+        return [losses[common] for losses in self._found.values()]
 
     def last(self) -> list[float]:
         """Each node's last loss."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from peerloom.optim.subcge import FRACTION_BITS, SubCGE
 from peerloom.optim.subcge_estimate import fixed
-from tests.benchmarks.seedflow_upper import Cached, UpperLayers, rotated
+from tests.benchmarks.seedflow_upper import Cached, LastInputs, UpperLayers, rotated
 
 CACHED = ("q_proj", "k_proj", "v_proj")
 
@@ -71,15 +71,9 @@ class LastLayer:
         self._layer: Any = layer
         self._upper: Any = upper
         self._weight = weight
-        width = data.hidden.shape[1]
-        with torch.no_grad():
-            columns = torch.arange(width) + width - data.lengths.unsqueeze(1)  # of each position
-            index = columns.clamp_max(width - 1).unsqueeze(2).expand_as(data.hidden)
-            self._inputs = self._layer.input_layernorm(data.hidden.gather(1, index))
-            self._last = data.hidden[:, -1].clone()
-            self._normed_last = self._layer.input_layernorm(self._last).unsqueeze(1)
-            cos, sin = upper.rotary(self._inputs, torch.arange(width).unsqueeze(0))
-        self._cos, self._sin = cos[0], sin[0]  # (t, d)
+        made = LastInputs.of(upper, data)
+        self._inputs, self._last, self._normed_last = made.normed, made.last, made.normed_last.unsqueeze(1)
+        self._cos, self._sin = made.cos, made.sin  # (t, d)
         self.lengths, self.labels = data.lengths, data.labels
         self._projections: dict[str, Projection] = {}
         self.begin()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from peerloom.optim.subcge import FRACTION_BITS, SCALAR_LIMIT, MeZO, SubCGE
+from peerloom.optim.subcge import FRACTION_BITS, MeZO, SubCGE
 from peerloom.optim.subcge_estimate import fixed
 from tests.benchmarks.seedflow_last import LastLayer
 from tests.benchmarks.seedflow_table import TableLast
@@ -75,10 +75,8 @@ class TableMeZO(MeZO):
 
     _table = torch.empty(0)
 
-    def __init__(
-        self, model: nn.Module, *, eps: float, lr: float, run_seed: int, trainable: str = "", bound: int = SCALAR_LIMIT
-    ) -> None:
-        super().__init__(model, eps=eps, lr=lr, run_seed=run_seed, trainable=trainable, bound=bound)
+    def __init__(self, model: nn.Module, *, bound: int, trainable: str, **rest: Any) -> None:
+        super().__init__(model, bound=bound, trainable=trainable, **rest)
         self.bound = bound
         self._names = [name for name, _ in model.named_parameters() if re.search(trainable, name)]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.benchmarks.seedflow_upper import Cached, UpperLayers, rotated
+from tests.benchmarks.seedflow_upper import Cached, LastInputs, UpperLayers, rotated
 
 Directions = Sequence[Mapping[str, Tensor]]  # of each client: Z by the parameter's name
 
@@ -25,17 +25,10 @@ class TableLast:
     """An `UpperLayers` of one layer over fixed examples, and what it loses to either side of its weights."""
 
     def __init__(self, upper: UpperLayers, data: Cached) -> None:
-        (self._layer,) = upper.layers
+        (layer,) = upper.layers
+        self._layer: Any = layer
         self._upper: Any = upper
-        width = data.hidden.shape[1]
-        with torch.no_grad():
-            columns = torch.arange(width) + width - data.lengths.unsqueeze(1)
-            index = columns.clamp_max(width - 1).unsqueeze(2).expand_as(data.hidden)
-            self._inputs = self._layer.input_layernorm(data.hidden.gather(1, index))  # type: ignore[operator]
-            self._last = data.hidden[:, -1].clone()
-            self._normed_last = self._layer.input_layernorm(self._last)  # type: ignore[operator]
-            cos, sin = upper.rotary(self._inputs, torch.arange(width).unsqueeze(0))
-        self._cos, self._sin = cos[0], sin[0]
+        self._inputs = LastInputs.of(upper, data)
         self._lengths, self._labels = data.lengths, data.labels
 
     def slopes(self, rows: Tensor, directions: Directions, eps: float) -> list[float]:
@@ -53,7 +46,7 @@ class TableLast:
 
         def linear(x: Tensor, part: str, name: str) -> Tensor:
             """(c, 2, ...) of x (c, s, ...)."""
-            weight: Any = self._layer.get_submodule(part).get_submodule(name).weight
+            weight = self._layer.get_submodule(part).get_submodule(name).weight
             found = F.linear(x, weight).expand(-1, 2, *x.shape[2:-1], -1).contiguous()
             for client, z in enumerate(directions):
                 if (direction := z.get(f"layers.0.{part}.{name}.weight")) is not None:
@@ -62,14 +55,13 @@ class TableLast:
                     found[client, 1].sub_(moved[-1], alpha=eps)
             return found
 
-        mlp: Any = self._layer.mlp
-        width = int(self._lengths[rows].max())
-        inputs = self._inputs[rows, :width].unsqueeze(1)
-        q = self._heads(linear(self._normed_last[rows].unsqueeze(1), "self_attn", "q_proj"))
-        k, v = (self._heads(linear(inputs, "self_attn", name)) for name in ("k_proj", "v_proj"))
+        mlp, made = self._layer.mlp, self._inputs
+        normed = made.normed[rows, : int(self._lengths[rows].max())].unsqueeze(1)
+        q = self._heads(linear(made.normed_last[rows].unsqueeze(1), "self_attn", "q_proj"))
+        k, v = (self._heads(linear(normed, "self_attn", name)) for name in ("k_proj", "v_proj"))
         mixed = self._attention(rows, q, k, v)
-        last = self._last[rows].unsqueeze(1) + linear(mixed, "self_attn", "o_proj")
-        normed = self._layer.post_attention_layernorm(last)  # type: ignore[operator]
+        last = made.last[rows].unsqueeze(1) + linear(mixed, "self_attn", "o_proj")
+        normed = self._layer.post_attention_layernorm(last)
         inner = mlp.act_fn(linear(normed, "mlp", "gate_proj")).mul_(linear(normed, "mlp", "up_proj"))
         return F.linear(self._upper.norm(last + linear(inner, "mlp", "down_proj")), self._upper.words)
 
@@ -77,9 +69,9 @@ class TableLast:
         """(c, 2, e, g h d) for the last positions: q (c, 2, e, g h, d), k and v (c, 2, e, t, g, d)."""
         groups, width = k.shape[4], k.shape[3]
         ends = self._lengths[rows] - 1
-        cos, sin = (table[ends].unsqueeze(1).unsqueeze(3) for table in (self._cos, self._sin))
+        cos, sin = (table[ends].unsqueeze(1).unsqueeze(3) for table in (self._inputs.cos, self._inputs.sin))
         q = rotated(q, cos, sin).unflatten(3, (groups, -1))
-        k = rotated(k, self._cos[:width, None], self._sin[:width, None])
+        k = rotated(k, self._inputs.cos[:width, None], self._inputs.sin[:width, None])
         scores = torch.einsum("csegxd,csetgd->csegxt", q, k).mul_(self._upper.head_dim**-0.5)
         unseen = (torch.arange(width) > ends.unsqueeze(2)).view(len(rows), 1, -1, 1, 1, width)
         shares = scores.masked_fill_(unseen, -torch.inf).softmax(5)

@@ -89,6 +89,35 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+@dataclass(frozen=True, slots=True)
+class LastInputs:
+    """What the last layer is given for all examples, which never changes: positions from 0, padded on the right.
+
+    `normed` (n, T, d) and `normed_last` (n, d) are behind the layer's first norm, `last` (n, d) before it; `cos` and
+    `sin` (T, head's d) are the rotary tables.
+    """
+
+    normed: Tensor
+    last: Tensor
+    normed_last: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, upper: UpperLayers, data: Cached) -> LastInputs:
+        """The inputs of an `UpperLayers` of one layer."""
+        (layer,) = upper.layers
+        norm: Any = layer.input_layernorm
+        width = data.hidden.shape[1]
+        with torch.no_grad():
+            columns = torch.arange(width) + width - data.lengths.unsqueeze(1)  # of each position
+            index = columns.clamp_max(width - 1).unsqueeze(2).expand_as(data.hidden)
+            normed = norm(data.hidden.gather(1, index))
+            last = data.hidden[:, -1].clone()
+            cos, sin = upper.rotary(normed, torch.arange(width).unsqueeze(0))
+            return cls(normed, last, norm(last), cos[0], sin[0])
+
+
 def lower_activations(model: Any, count: int, classifier: PromptClassifier, examples: Sequence[Example]) -> Cached:
     """The inputs of the top `count` layers; the layers above are not run. Examples of like length go together."""
     rows = [classifier.batch([one]) for one in examples]

@@ -199,19 +199,26 @@ def test_losses_are_compared_after_the_same_round() -> None:
     assert losses.at_one_round() == []
     losses.observe(seen((0, None), (0, None)))
     assert losses.at_one_round() == []
-    losses.observe(seen((3, 2.9), (2, 2.91)))
+    losses.observe(seen((13, 2.9), (12, 2.91)))
     assert losses.at_one_round() == [2.9, 2.91]
-    losses.observe(seen((6, 2.0), (3, 2.91)))  # b has fallen behind
+    losses.observe(seen((24, 2.0), (13, 2.91)))  # b has fallen behind
     assert losses.at_one_round() == [2.9, 2.91] and losses.last() == [2.0, 2.91]
-    losses.observe(seen((7, 2.0), (7, 2.01)))
+    losses.observe(seen((25, 2.0), (25, 2.01)))
     assert losses.at_one_round() == [2.0, 2.01]
 
 
 def test_a_loss_that_is_not_new_was_not_measured_after_this_round() -> None:
     losses = LossesByRound(2)
-    losses.observe(seen((2, 2.5), (2, 2.6)))
-    losses.observe(seen((8, 2.5), (8, 2.0)))  # a took over a donor's state
+    losses.observe(seen((12, 2.5), (12, 2.6)))
+    losses.observe(seen((18, 2.5), (18, 2.0)))  # a took over a donor's state
     assert losses.at_one_round() == [2.5, 2.6]
+
+
+def test_a_node_that_stopped_long_ago_is_compared_with_what_the_others_came_to() -> None:
+    losses = LossesByRound(2)
+    losses.observe(seen((12, 2.5), (12, 2.5)))
+    losses.observe(seen((26, 1.9), (12, 2.5)))
+    assert losses.at_one_round() == [1.9, 2.5]
 
 
 def test_nodes_that_never_measured_after_the_same_round_are_compared_by_their_last() -> None:

@@ -183,7 +183,7 @@ def test_runs_kept_before_the_batch_was_one_of_the_settings_had_eight(tmp_path: 
 
 def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
     upper, data = small_upper()
-    mezo = TableMeZO(upper, eps=1e-2, lr=1.0, run_seed=1, trainable="down_proj")
+    mezo = TableMeZO(upper, eps=1e-2, lr=1.0, run_seed=1, bound=1 << 24, trainable="down_proj")
     weight = upper.get_parameter("layers.0.mlp.down_proj.weight")
     before = weight.detach().clone()
     mezo.perturb(mezo.seed_of(0, 0), 1)
@@ -198,7 +198,7 @@ def test_a_stretch_of_the_table_is_added_and_taken_off() -> None:
 @pytest.mark.parametrize("trainable", [r"_proj\.weight$", r"(k|o|up)_proj\.weight$"])
 def test_all_clients_of_mezo_in_one_pass_estimate_as_each_does_with_its_weights_moved(trainable: str) -> None:
     upper, data = small_upper()
-    mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, trainable=trainable)
+    mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, bound=1 << 24, trainable=trainable)
     swarm = MeZOSwarm(mezo, upper, data)
     picked = [torch.tensor(one) for one in ([4, 0, 1], [1, 3, 5], [2, 2, 0])]
     for step in range(3):
@@ -219,7 +219,7 @@ def test_messages_are_applied_to_blocks_as_one_after_the_other(monkeypatch: pyte
     made = []
     for kind in (TableMeZO.apply, MeZO.apply):
         upper, _ = small_upper()
-        mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, trainable="_proj")
+        mezo = TableMeZO(upper, eps=1e-2, lr=1e-2, run_seed=1, bound=1 << 24, trainable="_proj")
         kind(mezo, [(client, 0, 0, client << 14) for client in range(1, 6)])
         made.append(upper.state_dict())
     for name, tensor in made[0].items():
