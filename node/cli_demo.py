@@ -57,7 +57,6 @@ def demo(*, nodes: int, seconds: float, method: str, json_file: Path | None, kee
             seconds=seconds,
             method=method,
             run_file=folder / "run.toml",
-            eval_every=spec.train.eval_every_rounds,
             steps=spec.seedflow.max_steps,
         )
         outcome = asyncio.run(_run(plan, spec, console))

@@ -9,8 +9,8 @@ The JSON of `peer demo --json FILE`, schema 1; keys are only ever added. null wh
                    "loss_after": float | null}]}
 
 `minutes` is how long it ran, `loss` the node's last held-out loss in nats a byte, `partners` the number of different
-peers it committed an exchange with, `spread` the largest loss minus the smallest (GASLoC: after the last round after
-which all measured). `seedflow` is empty for other methods; the hash is that of the sums in the node's home.
+peers it committed an exchange with, `spread` the largest loss minus the smallest. `seedflow` is empty for other
+methods; the hash is that of the sums in the node's home.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from peerloom.node.children import Child, Children
-from peerloom.node.demo_losses import LossesByRound
 from peerloom.node.demo_seedflow import SeedflowFigures, agreed, faults_of, figures_of
 from peerloom.node.http_endpoint import DEFAULT, OFF, SERVED_AT
 from peerloom.node.status import LastHeard
@@ -52,7 +51,6 @@ class DemoPlan:
     seconds: float = 180.0  # counted from the demo's start
     method: str = "gasloc"
     run_file: Path | None = None  # None: the embedded run
-    eval_every: int = 1  # rounds
     steps: int = 0  # SeedFlow's of a node, after which the demo is over
     command: tuple[str, ...] = (sys.executable, "-m", "peerloom.node")
     stop_within_s: float = 10.0
@@ -132,7 +130,7 @@ async def run_demo(
     clock = asyncio.get_running_loop().time
     started = clock()
     children = Children(plan.folder, stop_within_s=plan.stop_within_s)
-    progress = _Progress(show, on_page, LossesByRound(plan.eval_every))
+    progress = _Progress(show, on_page)
     try:
         await _first(
             _live(plan, children, watch, progress),
@@ -143,9 +141,7 @@ async def run_demo(
     finally:
         seconds, dead = clock() - started, [child for child in children.ended() if not _may_end(plan, child)]
         killed = await children.stop()
-    losses = progress.losses
-    spread = spread_of(losses.at_one_round() if plan.method == "gasloc" else losses.last())
-    figures, failures = judge(progress.statuses, plan.nodes, spread, plan.method)
+    figures, failures = judge(progress.statuses, plan.nodes, plan.method)
     states = [figures_of(plan.folder / name) for name in plan.names] if plan.method == "seedflow" else []
     if states:
         failures = faults_of(states, plan.steps)
@@ -156,7 +152,7 @@ async def run_demo(
         seconds=seconds,
         interrupted=interrupted.is_set(),
         nodes=figures,
-        spread=spread,
+        spread=spread_of(figures),
         failures=failures,
         killed=killed,
         tail="\n".join(child.tail() for child in dead),
@@ -169,22 +165,22 @@ def _may_end(plan: DemoPlan, child: Child) -> bool:
     return plan.method == "seedflow" and child.name in plan.names and child.process.returncode == 0
 
 
-def judge(
-    statuses: list[NodeStatus], nodes: int, spread: float | None, method: str = "gasloc"
-) -> tuple[list[NodeFigures], list[str]]:
+def judge(statuses: list[NodeStatus], nodes: int, method: str = "gasloc") -> tuple[list[NodeFigures], list[str]]:
     """The figures of all trainers by name, and one sentence for each mark that was not reached."""
     partners = min(1 if method == "pipeline" else PARTNERS, nodes - 1)
     figures = sorted((_figures(status) for status in statuses if status.record.role == "trainer"), key=lambda n: n.name)
     failures = [sentence for node in figures for sentence in _faults(node, partners, method)]
     if len(figures) < nodes:
         failures.insert(0, f"only {len(figures)} of {nodes} nodes were seen in the swarm")
+    spread = spread_of(figures)
     if spread is not None and spread >= SPREAD_BELOW:
         failures.append(f"the nodes' losses lie {spread:.3f} apart, not under {SPREAD_BELOW}")
     return figures, failures
 
 
-def spread_of(losses: list[float]) -> float | None:
+def spread_of(figures: list[NodeFigures]) -> float | None:
     """Largest loss minus smallest; None before any is known."""
+    losses = [node.loss for node in figures if node.loss is not None]
     return max(losses) - min(losses) if losses else None
 
 
@@ -221,7 +217,6 @@ class _Progress:
 
     show: Show
     on_page: Callable[[str], None]
-    losses: LossesByRound
     statuses: list[NodeStatus] = field(default_factory=list)
 
 
@@ -238,7 +233,6 @@ async def _live(plan: DemoPlan, children: Children, watch: Watch, progress: _Pro
     view = LastHeard()
     async for statuses in watch(invites):
         progress.statuses = view.observe(statuses)
-        progress.losses.observe(progress.statuses)
         progress.show(progress.statuses)
         if plan.method == "seedflow" and agreed(statuses, plan.nodes, plan.steps):
             return

@@ -18,9 +18,13 @@ class MedianClip:
 
     With lambda = alpha = 1 a lone neighbour moves a node by half its distance, so that any neighbour at all moves it by
     at most radius / 2 times the median. The median is of the last `window` distances, each cut alike before it is
-    kept: fewer than half of them being lies, it stays between honest ones. Until `LEAST` distances are known,
-    `expected` stands for those that lack. The two ends of an edge may scale differently: the mean then moves, by as
-    little as the cut leaves. Raises ValueError for radius < 1, window < 1 and distances that are not finite.
+    kept: fewer than half of them being lies, it stays between honest ones. The two ends of an edge may scale
+    differently: the mean then moves, by as little as the cut leaves. Raises ValueError for radius < 1, window < 1 and
+    distances that are not finite.
+
+    Where drifts grow by the round, as in a warm-up of few steps a round, the median alone would cut all partners, who
+    then drift apart and are cut the more. So what is `expected` of two drifts as long as the node's own, sqrt(2) times
+    its length, is always within the usual.
     """
 
     LEAST = 5
@@ -31,22 +35,22 @@ class MedianClip:
         self.radius = radius
         self._distances: deque[float] = deque((_checked(d) for d in distances), maxlen=window)
 
-    def median(self, expected: float | None = None) -> float | None:
+    def median(self) -> float | None:
         """The running median; None while nothing is known."""
-        known = list(self._distances)
-        if expected is not None:
-            known += [_checked(expected)] * (self.LEAST - len(known))
-        return statistics.median(known) if known else None
+        return statistics.median(self._distances) if self._distances else None
 
-    def update(self, distance: float, expected: float | None = None) -> float:
+    def update(self, distance: float, expected: float = 0.0) -> float:
         """The scale in (0, 1] for a neighbour this far away, and the distance into the median.
 
-        `expected` is a guess of the distance for the first rounds: sqrt(2) times the length of the node's own drift is
-        what two independent drifts of this length are apart. With no guess and no history the first one counts whole.
+        Usual is the median or `expected`, whichever is more; the first neighbour of all counts whole. Until `LEAST`
+        distances are known the nearest stands for the median, so that a liar met twice among the first does not become
+        what is usual.
         """
-        distance = _checked(distance)
-        median = self.median(expected)
-        limit = math.inf if not median else self.radius * median
+        distance, expected = _checked(distance), _checked(expected)
+        median = self.median()
+        if len(self._distances) < self.LEAST:
+            median = min((each for each in self._distances if each), default=None)
+        limit = self.radius * max(median, expected) if median else math.inf
         self._distances.append(min(distance, limit))
         return 1.0 if distance <= limit else limit / distance
 

@@ -34,18 +34,14 @@ class _Judge:
         self._clip = MedianClip(radius, distances=distances) if radius else None
         self._far: deque[bool] = deque(maxlen=RECENT)
 
-    def of(self, own: Tensor, theirs: Tensor, scale: float = 1.0) -> Mixed:
-        """What a proposal counts for; `scale` makes distances of different parts comparable."""
+    def of(self, own: Tensor, theirs: Tensor, way: float, scale: float = 1.0) -> Mixed:
+        """What a proposal counts for, `way` being the node's own; `scale` makes distances of parts comparable."""
         if self._clip is None:
             return Mixed()
-        apart, known = scale * distance(own, theirs), self._clip.state()
-        if len(known) < MedianClip.LEAST:
-            # what is usual has to be seen first; until then the nearest is the measure, so that a liar who is met twice
-            # among the first does not become what is usual
-            limit = self._clip.radius * min((each for each in known if each), default=math.inf)
-            self._clip = MedianClip(self._clip.radius, distances=[*known, min(apart, limit)])
-            return Mixed(1.0 if apart <= limit else limit / apart)
-        share = self._clip.update(apart)
+        first = len(self._clip.state()) < MedianClip.LEAST  # what is usual has to be seen first
+        share = self._clip.update(scale * distance(own, theirs), math.sqrt(2) * scale * way)
+        if first:
+            return Mixed(share)
         self._far.append(share < FAR_SHARE)
         return Mixed(share, self._far[-1] and sum(self._far) <= FEW)
 
@@ -71,7 +67,8 @@ class Mixer:
         if (averaged := self._method.averaged) is None:
             self._method.mix([])
             return Mixed()
-        share = self._whole.of(*averaged).share
+        own, mean = averaged
+        share = self._whole.of(own, mean, self._way(own)).share
         self._method.mix([], share=share**2)
         return Mixed(share)
 
@@ -81,13 +78,13 @@ class Mixer:
         A partner at `cut` times the distance that `clip_radius` allows counts by the weight 1 / cut^2. Were it 1 / cut,
         every lie would move this node to the limit; so one that is farther off counts for less.
         """
-        mixed = self._whole.of(y if own is None else own, theirs)
+        mixed = self._whole.of(y if own is None else own, theirs, self._way(y))
         self._method.mix([(mixed.share**2, theirs)], own=own)
         return mixed
 
     def take(self, weight: float, y: Tensor, theirs: Tensor, own: Tensor | None) -> Mixed:
         """As `mix` for one partner of several, over an edge of that weight; `close` follows."""
-        mixed = self._whole.of(y if own is None else own, theirs)
+        mixed = self._whole.of(y if own is None else own, theirs, self._way(y))
         self._method.take(weight * mixed.share**2, theirs, own)
         return mixed
 
@@ -105,10 +102,13 @@ class Mixer:
         x = y[part] if own is None or self._method.averaged is not None else own[part]
         cut = round(y.numel() / max(1, theirs.numel()))
         judge = self._legs.setdefault((replace, cut), _Judge(self._radius))
-        way = distance(x, self._method.theta[part]) if self._radius else 1.0
-        share, far_off = judge.of(x, theirs, 1 / max(way, LEAST_WAY))
+        share, far_off = judge.of(x, theirs, 0.0, 1 / max(self._way(x, part), LEAST_WAY))
         taken = self._method.average(theirs, part, replace=replace, own=own, share=share**2)
         return taken, Mixed(share, far_off and cut == 2 and not replace)
+
+    def _way(self, y: Tensor, part: slice = slice(None)) -> float:
+        """How far the node went from theta in this round; 0 where nothing is judged by it."""
+        return distance(y, self._method.theta[part]) if self._radius else 0.0
 
     def state(self) -> list[float]:
         """The distances behind the median, for a checkpoint."""

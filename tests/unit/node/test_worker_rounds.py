@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from peerloom.node.worker.mixer import FEW
 from peerloom.node.worker.pace import BENEATH, RESERVE, SPARE, Beneath, Done, another_step, reservations
 from peerloom.node.worker.tasks.gasloc import GaslocTask
-from peerloom.optim.robust import MedianClip
+from peerloom.optim.robust import MedianClip, distance
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.types import Encoding
@@ -134,10 +135,11 @@ def test_how_many_steps_and_reservations() -> None:
     assert next(reservations(fixed, 40)) == 3
 
 
-def meet(worker: GaslocTask, number: int, offset: float) -> tuple[float, bool]:
-    """A round whose partner lies `offset` off in every parameter."""
+def meet(worker: GaslocTask, number: int, ways: float) -> tuple[float, bool]:
+    """A round whose partner lies as far off as so many of the node's own ways in it."""
     worker.train(number, never)
-    theirs = worker._flat.flat + offset
+    y = worker._flat.flat.detach()
+    theirs = y + ways * distance(y, worker._method.theta) / math.sqrt(len(y))
     worker._inbox.view(torch.float32).copy_(theirs)
     finished = worker.finish(mix=True)
     return finished.share, finished.far_off
@@ -147,13 +149,14 @@ def test_a_partner_too_far_off_is_cut_and_then_blamed(source: Path, tmp_path: Pa
     spec = with_gasloc(tiny_spec(source), clip_radius=2.0, gamma=0.0)
     worker = task(spec, tmp_path)
     for number in range(MedianClip.LEAST):
-        assert meet(worker, number, 1e-3) == (1.0, False)
-    assert meet(worker, 5, 3e-3) == (pytest.approx(2 / 3, rel=1e-3), False)
+        assert meet(worker, number, 0.1) == (1.0, False)
+    limit = 2 * math.sqrt(2)
+    assert meet(worker, 5, 1.5 * limit) == (pytest.approx(2 / 3, rel=1e-3), False)
     y_before = worker._method.theta.clone()
-    share, far_off = meet(worker, 6, 1.0)
-    assert share == pytest.approx(2e-3, rel=1e-2) and far_off
+    share, far_off = meet(worker, 6, 1000 * limit)
+    assert share == pytest.approx(1e-3, rel=1e-2) and far_off
     moved = (worker._method.theta - y_before).abs().max()
-    assert moved < 0.1  # its own steps; half of 1.0 without the cut
+    assert moved < 0.1  # its own steps; 1,414 of them without the cut
     worker.save()
     again = task(spec, tmp_path)
     assert again._exchanges.distances() == worker._exchanges.distances() != []
@@ -162,14 +165,20 @@ def test_a_partner_too_far_off_is_cut_and_then_blamed(source: Path, tmp_path: Pa
 
 def test_the_first_partners_count_whole(source: Path, tmp_path: Path) -> None:
     worker = task(with_gasloc(tiny_spec(source), clip_radius=2.0), tmp_path)
-    assert meet(worker, 0, 1.0) == (1.0, False)
+    assert meet(worker, 0, 1000.0) == (1.0, False)
+
+
+def test_partners_were_near_before_the_steps_grew_and_are_not_cut_for_it(source: Path, tmp_path: Path) -> None:
+    worker = task(with_gasloc(tiny_spec(source), clip_radius=2.0), tmp_path)
+    met = [meet(worker, number, 1e-3) for number in range(10)] + [meet(worker, number, 2.5) for number in range(10, 14)]
+    assert met == [(1.0, False)] * 14
 
 
 def test_where_many_are_far_off_nobody_is_blamed(source: Path, tmp_path: Path) -> None:
     worker = task(with_gasloc(tiny_spec(source), clip_radius=2.0), tmp_path)
     for number in range(12):
-        meet(worker, number, 1e-4)
-    blamed = [meet(worker, number, 1.0)[1] for number in range(12, 12 + FEW + 2)]
+        meet(worker, number, 0.1)
+    blamed = [meet(worker, number, 1000.0)[1] for number in range(12, 12 + FEW + 2)]
     assert blamed == [True] * FEW + [False] * 2
 
 

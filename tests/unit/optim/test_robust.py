@@ -21,11 +21,27 @@ def test_a_far_neighbour_counts_as_radius_times_the_median() -> None:
     assert clip.update(4.4) == 1.0 and clip.state() == [1.0, 2.0, 1.5, 1.0, 2.0, 4.5, 4.4]
 
 
-def test_before_five_distances_are_known_the_guess_stands_in() -> None:
+def test_before_five_distances_are_known_the_nearest_is_the_measure() -> None:
     clip = MedianClip(2.0)
-    assert clip.median() is None and clip.update(100.0, expected=1.0) == pytest.approx(0.02)
-    assert clip.state() == [2.0] and clip.median(expected=1.0) == 1.0
-    assert MedianClip(2.0).update(100.0) == 1.0  # nothing to compare with
+    assert clip.median() is None and clip.update(100.0, expected=1.0) == 1.0  # nothing to compare with
+    assert clip.update(1.0) == 1.0 and clip.update(100.0) == pytest.approx(0.02)
+    assert clip.state() == [100.0, 1.0, 2.0]
+
+
+def test_what_two_drifts_as_long_as_the_own_would_be_apart_is_usual() -> None:
+    clip = MedianClip(2.0)
+    assert [clip.update(0.001) for _ in range(20)] == [1.0] * 20
+    assert clip.update(2.0, expected=1.0) == 1.0
+    assert clip.update(8.0, expected=1.0) == 0.25
+    assert clip.update(8.0) == pytest.approx(0.002 / 8)
+
+
+def test_drifts_that_grow_do_not_cut_honest_partners_for_good() -> None:
+    """A warm-up of few steps a round: lengths grow by half a round, then stay; the partner is 2.5 lengths away."""
+    lengths = [0.01 * 1.5 ** min(k, 12) for k in range(40)]
+    clip, alone = MedianClip(2.0), MedianClip(2.0)
+    assert [clip.update(2.5 * length, math.sqrt(2) * length) for length in lengths] == [1.0] * 40
+    assert min(alone.update(2.5 * length) for length in lengths) < 0.5  # by the median alone
 
 
 def test_equal_peers_do_not_lock_a_node_up() -> None:
@@ -80,8 +96,9 @@ def test_seven_honest_workers_reach_the_optimum_beside_a_liar(lie: str, draw: Dr
             j = _partner(i, shift)
             scale = clips[i].update(distance(ys[i], sent[j]), expected=math.sqrt(2) * drifts[i])
             worker.mix([(scale, sent[j])])
-            moved, median = distance(worker.previous, ys[i]), clips[i].median(math.sqrt(2) * drifts[i])
-            assert median is not None and (moved <= radius / 2 * 1.5 * median + 1e-4 or t < 10)
+            moved, median = distance(worker.previous, ys[i]), clips[i].median()
+            usual = max(median or 0.0, math.sqrt(2) * drifts[i])
+            assert moved <= radius / 2 * 1.5 * usual + 1e-4 or t < 10
     error = (params[1:] - target).norm(dim=1).max().item()
     assert error < 0.15 * float(target.norm())
 
