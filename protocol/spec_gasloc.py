@@ -59,7 +59,8 @@ class GaslocSpec(Table):
         8, 0, 10**6, "rounds a partner may be behind the middle of the swarm; 0: the same round only"
     )
     clip_radius: float = number(
-        2.0, 0, 10**6, "median distances from which a partner counts for less; 0: no such limit; else at least 1"
+        2.0, 0, 10**6, "usual distances (the median; two drifts like its own, if more) beyond which a partner counts "
+        "less; 0: no limit; else at least 1"
     )
 
     def cross(self) -> Iterator[Fault]:

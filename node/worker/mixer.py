@@ -35,7 +35,10 @@ class _Judge:
         self._far: deque[bool] = deque(maxlen=RECENT)
 
     def of(self, own: Tensor, theirs: Tensor, way: float, scale: float = 1.0) -> Mixed:
-        """What a proposal counts for, `way` being the node's own; `scale` makes distances of parts comparable."""
+        """What a proposal counts for; two drifts like the node's `way` apart is usual, whatever was before.
+
+        `scale` makes distances of parts comparable: in lengths of the way themselves, they need no `way`.
+        """
         if self._clip is None:
             return Mixed()
         first = len(self._clip.state()) < MedianClip.LEAST  # what is usual has to be seen first
