@@ -53,6 +53,7 @@ RETRY_S = 5.0  # before a link that did not come about, or broke, is tried again
 MAX_LINKS = 64  # links at once, those that others opened among them
 SHUT_S = 60.0  # a peer whose link was closed for what it sent gets no other one for so long
 MAX_SHUT = 4096  # such peers remembered; the longest closed goes first
+GATHER_S = 0.01  # batches that come over a link within so long are judged together: under load a signature covers many
 MAX_BODIES = 1024  # messages other than batches that wait for one link; past it, it is too slow to be of use
 
 Change = Apply | Retract | Resync
@@ -71,6 +72,9 @@ class _Link:
     segments: Outgoing = field(default_factory=Outgoing)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    gathered: list[Segment] = field(default_factory=list)  # came in, not yet judged
+    waiting: int = 0  # messages in them
+    gathering: asyncio.TimerHandle | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
     error: ProtocolError | None = None
 
@@ -324,6 +328,8 @@ class FloodDriver:
         del self._links[link.peer]
         self.questions.pop(link.peer, None)
         link.idle.set()
+        if link.gathering is not None:
+            link.gathering.cancel()
         self.feed(LinkDown(link.peer))
         for task in link.tasks:
             task.cancel()
@@ -350,12 +356,36 @@ class FloodDriver:
     async def _receive(self, link: _Link) -> None:
         try:
             while (frame := await link.stream.receive()) is not None:
-                self.feed(Received(link.peer, link.reader.read(frame)))
+                self._gather(link, link.reader.read(frame))
+            self._hand_on(link)
         except LinkError as error:
+            self._hand_on(link)
             log.debug("the link with %s ended: %s", short(link.peer), error)
         except ProtocolError as error:
+            self._hand_on(link)
             log.warning("the link with %s is closed: %s", short(link.peer), error)
             self._count("flood_refused_malformed", 1.0)
             self._score(link.peer, "flood_malformed")
             self._shut_out(link.peer)
             link.error = error
+
+    def _gather(self, link: _Link, body: FrameBody) -> None:
+        """Lets batches wait for those right behind them; whatever else comes goes on after them, at once."""
+        if not isinstance(body, Segments):
+            self._hand_on(link)
+            return self.feed(Received(link.peer, body))
+        link.gathered += body.segments
+        link.waiting += sum(len(segment.batch.scalars) for segment in body.segments)
+        if link.waiting >= MAX_PAGE:
+            self._hand_on(link)
+        elif link.gathering is None:
+            link.gathering = asyncio.get_running_loop().call_later(GATHER_S, self._hand_on, link)
+
+    def _hand_on(self, link: _Link) -> None:
+        """Lets the machine judge what was gathered."""
+        if link.gathering is not None:
+            link.gathering.cancel()
+            link.gathering = None
+        if link.gathered:
+            segments, link.gathered, link.waiting = tuple(link.gathered), [], 0
+            self.feed(Received(link.peer, Segments(segments)))

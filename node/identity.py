@@ -13,8 +13,9 @@ import secrets
 import stat
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nacl.bindings import crypto_sign_BYTES, crypto_sign_open
+from nacl.exceptions import BadSignatureError
 
 from peerloom.protocol.errors import IdentityError, IdentityInUse
 from peerloom.protocol.peer_id import KEY_BYTES, peer_id_of, public_key_of
@@ -61,10 +62,15 @@ class Identity:
 
 
 def verify(peer_id: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether the owner of `peer_id` signed `data`; False for a peer id that is none."""
+    """Whether the owner of `peer_id` signed `data`; False for a peer id that is none.
+
+    By libsodium, in less than half the time of OpenSSL: a node that floods does little else.
+    """
+    if len(signature) != crypto_sign_BYTES:
+        return False  # else bytes of one could be taken for the other's
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, data)
-    except (InvalidSignature, ValueError):
+        crypto_sign_open(signature + data, public_key_of(peer_id))
+    except (BadSignatureError, ValueError):
         return False
     return True
 

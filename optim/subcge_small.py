@@ -1,27 +1,18 @@
 """Tensors of at most one dimension: for each message an iid Gaussian of their own, in fixed point, and exact sums.
 
-A hash of 64 bits gives four numbers. Sixteen bits choose one of 65,536 equally likely intervals of N(0, 1); the number
-is that interval's median, rounded to a multiple of 2^-8: variance 0.99998, excess kurtosis -0.0008, the furthest value
-4.32. Medians lie 10^-5 and more from where their rounding would tip, so whatever a machine's logarithm has in its last
-bits, all machines have one table. A number times a scalar is an integer, and integers below 2^53 are exact in float64:
-a product sums them, in whatever order.
+Numbers are those of `subcge_random.normals`, whole multiples of 2^-8. One times a scalar is an integer, and integers
+below 2^53 are exact in float64: a product sums them, in whatever order.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from functools import cache
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from peerloom.optim.subcge_random import hashes, key_of, mix
+from peerloom.optim.subcge_random import NORMAL_BITS, hashes, intervals, key_of, mix, normals
 
-NORMAL_BITS = 8  # numbers are whole multiples of 2^-8
-NORMAL_LIMIT = 1107  # the largest, in these
-_INTERVALS = 1 << 16
 _CHUNK = 1 << 15  # hashes at a time: the temporaries stay in the cache
 _ROWS = 1 << 11  # messages in one product, at most: with scalars of 31 bits its sums stay below 2^53
 
@@ -70,19 +61,7 @@ class SmallTensors:
         return padded if len(padded) == self.numel else padded[self._kept]
 
 
-@cache
-def table() -> Tensor:
-    """(65536,) float64: the interval's median in units of 2^-8, by the 16 bits; the upper half mirrors the lower."""
-    standard = NormalDist()
-    above = [(_INTERVALS + 2 * index + 1) / (2 * _INTERVALS) for index in range(_INTERVALS // 2)]
-    half = [round(standard.inv_cdf(share) * 2**NORMAL_BITS) for share in above]
-    return torch.tensor(half + [-value for value in reversed(half)], dtype=torch.float64)
-
-
 def _numbers(bits: Tensor) -> Tensor:
     """(messages, 4 groups) float64 of (messages, groups) int64 hashes; of each hash the low bits first."""
-    fields = bits.view(torch.int16)
-    if sys.byteorder == "big":
-        fields = fields.view(len(bits), -1, 4).flip(2).view(len(bits), -1)
-    places = fields.to(torch.int32).bitwise_and_(_INTERVALS - 1)
-    return table().index_select(0, places.flatten()).view(fields.shape)
+    places = intervals(bits)
+    return normals().index_select(0, places.flatten()).view(places.shape)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peerloom.optim.subcge_random import coordinates, message_seeds
-from peerloom.optim.subcge_small import NORMAL_LIMIT, SmallTensors
+from peerloom.optim.subcge_random import NORMAL_LIMIT, coordinates, message_seeds
+from peerloom.optim.subcge_small import SmallTensors
 
 FRACTION_BITS = 16  # of a scalar, unless said otherwise: a unit is 2^-16
 SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
@@ -112,7 +112,7 @@ class ExactState:
         """
         if rows := list(without):
             return self._without(rows).hash()
-        about = f"peerloom-subcge-2:{self._run_seed}:{self._period}:{self.shape}:{self._small.sizes}"
+        about = f"peerloom-subcge-3:{self._run_seed}:{self._period}:{self.shape}:{self._small.sizes}"
         total = hashlib.sha256(about.encode())
         total.update(_little_endian(self._keys))
         total.update(hashlib.sha256(_little_endian(self.small)).digest())

@@ -45,13 +45,16 @@ class Subspace:
         """Z, in the tensor's shape."""
         return torch.outer(*self.factors(coordinate)).view(self.shape)
 
-    def add(self, total: Tensor, start: int, sums: Tensor, weight: float) -> None:
-        """total += weight * (sum over p, q of sums[p, q] Z(p, q)), rows from `start`.
+    def combined(self, sums: Tensor, weight: float) -> Tensor:
+        """(rank, columns): weight * sums V^T, for `add`; `sums` are (rank, rank) integers on the CPU."""
+        return (sums.double() * weight).float().to(self.right.device) @ self.right
 
-        `total` is float32, (rows, columns) as in `folded_shape`; `sums` (rank, rank) of integers, on the CPU.
+    def add(self, begin: Tensor, start: int, combined: Tensor, out: Tensor) -> Tensor:
+        """begin + the sum of all directions that `combined` stands for, of rows from `start`; writes and returns `out`.
+
+        `begin` and `out`, which may be one, are float32, (rows, columns) as in `folded_shape`.
         """
-        scaled = (sums.double() * weight).float().to(total.device)
-        total.addmm_(self.left[:, start : start + len(total)].T @ scaled, self.right)
+        return torch.addmm(begin, self.left[:, start : start + len(begin)].T, combined, out=out)
 
 
 def folded_shape(shape: Sequence[int]) -> tuple[int, int]:

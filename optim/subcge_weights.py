@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from peerloom.optim.subcge_small import NORMAL_BITS, SmallTensors
+from peerloom.optim.subcge_random import NORMAL_BITS
+from peerloom.optim.subcge_small import SmallTensors
 from peerloom.optim.subcge_state import ExactState
 from peerloom.optim.subcge_subspace import Subspace, folded_shape
 from peerloom.optim.subcge_targets import Target
+
+_CACHE_LINE = 64  # bytes; where torch's memory on the CPU begins
 
 
 class Weights:
@@ -124,18 +127,22 @@ class Weights:
     ) -> None:
         """destination = source + weight * sum of parts, in order, in float32, a piece at a time.
 
-        A piece is summed in memory of its own, whatever the stores are: a product may round differently elsewhere.
+        A piece is summed where it will lie if memory made for it alone would be alike, else in such memory: a product
+        may round differently elsewhere.
         """
         shape = folded_shape(target.parameter.shape)
         device = target.parameter.device
-        original = source[target.name].view(shape)
-        found = [(self.subspace(target, period), sums) for period, sums in parts]
+        original, written = source[target.name].view(shape), destination.detach().view(shape)
         with torch.no_grad():
+            found = [(self.subspace(target, period), sums) for period, sums in parts]
+            summed = [(subspace, subspace.combined(sums, self._weight)) for subspace, sums in found]
             for rows in target.pieces():
-                total = original[rows].to(device, torch.float32, copy=True)
-                for subspace, sums in found:
-                    subspace.add(total, rows.start, sums, self._weight)
-                destination.view(shape)[rows].copy_(total)
+                begin, end = original[rows].to(device, torch.float32), written[rows]
+                total = end if _as_if_made(end) and end.device == device else torch.empty_like(begin)
+                for subspace, combined in summed:
+                    begin = subspace.add(begin, rows.start, combined, total)
+                if begin is not end:
+                    end.copy_(begin)
 
     def _write_small(self) -> None:
         """base + weight * sums: the sum is one of all periods, so that nothing is folded and nothing comes late."""
@@ -144,6 +151,11 @@ class Weights:
             for target, part in zip(self._small, self._layout.split(moved), strict=True):
                 original = self._base[target.name].view(-1).to(torch.float32)
                 target.parameter.view(-1).copy_(original + part.to(original.device))
+
+
+def _as_if_made(piece: Tensor) -> bool:
+    """Whether it lies as a new float32 tensor of its shape would: in rows without gaps, from a cache line on."""
+    return piece.dtype == torch.float32 and piece.is_contiguous() and piece.data_ptr() % _CACHE_LINE == 0
 
 
 def _copies(targets: Sequence[Target]) -> dict[str, Tensor]:

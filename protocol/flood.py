@@ -17,7 +17,7 @@ moment (rate, period far ahead, an origin nobody has heard of) is refused for no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from peerloom.protocol.effects import Count, SetTimer
@@ -32,13 +32,14 @@ from peerloom.protocol.flood_events import (
     PeersSeen,
     Question,
     Received,
+    Refusal,
     Send,
     StepsDone,
 )
 from peerloom.protocol.flood_held import Restored
 from peerloom.protocol.flood_history import History
 from peerloom.protocol.flood_liars import MAX_DOUBTS, Liars
-from peerloom.protocol.flood_links import Link, Source
+from peerloom.protocol.flood_links import Link, Source, in_rows, joined
 from peerloom.protocol.flood_messages import (
     Batch,
     FrameBody,
@@ -53,7 +54,7 @@ from peerloom.protocol.flood_messages import (
     fold,
     signed_bytes,
 )
-from peerloom.protocol.flood_pace import HASH_COST, PROOF_COST, WANT_COST, cost_of
+from peerloom.protocol.flood_pace import HASH_COST, PROOF_COST, SEGMENT_COST, WANT_COST, cost_of
 from peerloom.protocol.limits import MAX_FLOOD_ORIGINS, MAX_PAGE
 from peerloom.protocol.types import PeerId
 
@@ -142,11 +143,12 @@ class FloodMachine(Liars):
     def _segments(self, link: Link, segments: Iterable[Segment]) -> None:
         moved: dict[PeerId, None] = {}
         taken: list[Batch] = []
-        for segment in segments:
+        for segment, parts, chain in self._pieces(segments):
             origin = segment.batch.origin
             link.knows(origin, segment.batch.end)
-            if (added := self._segment(link, segment)) is not None:
-                link.pace.repeats.left += cost_of(added)  # it was not in vain
+            if (added := self._segment(link, segment, chain)) is not None:
+                new = sum(part.batch.end > added.sequence for part in parts)
+                link.pace.repeats.left += SEGMENT_COST * new + len(added.scalars)  # it was not in vain
                 taken.append(added)
                 moved[origin] = None
             if link.peer not in self._links:
@@ -159,7 +161,41 @@ class FloodMachine(Liars):
         if moved and link.peer in self._links:
             self._pull(link)
 
-    def _segment(self, link: Link, segment: Segment) -> Batch | None:
+    def _pieces(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Sequence[Segment], bytes | None]]:
+        """What to judge as one, what it is made of, and the chain at its end if the signature there is known to hold.
+
+        The last signature of a row covers all of it: so a node with much to do has less of it. Rows that cannot be
+        taken whole are judged segment by segment, as if they had come alone.
+        """
+        for row in in_rows(segments):
+            whole = joined(row) if len(row) > 1 else row[0]
+            chain = self._whole_chain(whole) if len(row) > 1 else None
+            if len(row) == 1 or chain is not None:
+                yield whole, row, chain
+            else:
+                for segment in row:
+                    yield segment, (segment,), None
+
+    def _whole_chain(self, row: Segment) -> bytes | None:
+        """The chain at the end of a row that can be taken as one, empty if nothing in it is new; None for any other."""
+        batch = row.batch
+        source = self._sources.get(batch.origin)
+        if source is None or self._ruled_out(batch) is not None:
+            return None
+        history = source.history
+        if not history.base <= batch.sequence <= history.next:
+            return None
+        if row.prev and row.prev != history.chain_at(batch.sequence) or history.differs(batch) is not None:
+            return None
+        if batch.end <= history.next:
+            return b""
+        new = batch.since(history.next)
+        chain = fold(history.chain, new)
+        if not source.allowance.has(len(new.scalars), self._now):
+            return None
+        return chain if self._is_signed(new, chain, row.signature) else None
+
+    def _segment(self, link: Link, segment: Segment, signed_chain: bytes | None) -> Batch | None:
         """Judges one segment; returns what of it is new and taken."""
         batch = segment.batch
         origin = batch.origin
@@ -184,7 +220,7 @@ class FloodMachine(Liars):
                 link.agreed[origin] = batch.end
             self._do(Count("flood_duplicates", len(batch.scalars)))
             return None
-        return self._extend(link, source, segment, agreed)
+        return self._extend(link, source, segment, agreed, signed_chain)
 
     def _judged(self, link: Link, batch: Batch) -> Source | None:
         """Where the batch belongs, unless its content or its origin rule it out."""
@@ -194,11 +230,8 @@ class FloodMachine(Liars):
                 link.convicted.add(batch.origin)
                 self._do(Send(link.peer, self._proofs[batch.origin]))
             return None
-        if min(batch.scalars) < -self._limit or max(batch.scalars) > self._limit:
-            self._refuse(link, "bound")
-            return None
-        if batch.end_step > self._spec.max_steps or batch.sequence > batch.step:
-            self._refuse(link, "budget")
+        if (refusal := self._ruled_out(batch)) is not None:
+            self._refuse(link, refusal)
             return None
         if batch.origin in self._sources:
             return self._sources[batch.origin]
@@ -210,6 +243,14 @@ class FloodMachine(Liars):
             return None
         return self._source(History(batch.origin, first_chain(self._run_id, batch.origin)))
 
+    def _ruled_out(self, batch: Batch) -> Refusal | None:
+        """Why such content is nobody's, whoever signed it."""
+        if min(batch.scalars) < -self._limit or max(batch.scalars) > self._limit:
+            return "bound"
+        if batch.end_step > self._spec.max_steps or batch.sequence > batch.step:
+            return "budget"
+        return None
+
     def _prev(self, history: History, segment: Segment) -> bytes | None:
         """The chain before a segment: as its sender says, or as held here; None where neither is known."""
         if not segment.batch.sequence:
@@ -218,18 +259,18 @@ class FloodMachine(Liars):
             return None
         return segment.prev or history.chain_at(segment.batch.sequence)
 
-    def _extend(self, link: Link, source: Source, segment: Segment, agreed: bool) -> Batch | None:
+    def _extend(
+        self, link: Link, source: Source, segment: Segment, agreed: bool, signed_chain: bytes | None
+    ) -> Batch | None:
         history, batch = source.history, segment.batch.since(source.history.next)
-        chain = fold(history.chain, batch)
+        chain = fold(history.chain, batch) if signed_chain is None else signed_chain
         if batch.step > self._latest + self._spec.max_periods_ahead * self._spec.period:
             self._refuse(link, "future")
             return None
         if not source.allowance.take(len(batch.scalars), self._now):
             self._refuse(link, "rate")
             return None
-        if not self._verify(
-            batch.origin, signed_bytes(self._run_id, batch.origin, batch.end, chain), segment.signature
-        ):
+        if signed_chain is None and not self._is_signed(batch, chain, segment.signature):
             source.allowance.left += len(batch.scalars)  # they are not the origin's
             self._unsigned(link, batch.origin, segment.batch.sequence, agreed)
             return None
@@ -237,6 +278,9 @@ class FloodMachine(Liars):
         self._sources[batch.origin] = source
         self._take(Segment(batch, segment.signature, history.chain), chain, own=False)
         return batch
+
+    def _is_signed(self, batch: Batch, chain: bytes, signature: bytes) -> bool:
+        return self._verify(batch.origin, signed_bytes(self._run_id, batch.origin, batch.end, chain), signature)
 
     def _take(self, segment: Segment, chain: bytes, *, own: bool) -> None:
         batch = segment.batch

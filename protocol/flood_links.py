@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from peerloom.protocol.flood_history import History
-from peerloom.protocol.flood_messages import Head, Segment
+from peerloom.protocol.flood_messages import Batch, Head, Segment
 from peerloom.protocol.flood_pace import Pace
 from peerloom.protocol.limits import MAX_SEGMENT
 from peerloom.protocol.types import PeerId
@@ -41,7 +41,7 @@ class Link:
             self.outbox[-1] = joined
         else:
             follows = self.sent.get(batch.origin) == batch.sequence
-            self.outbox.append(replace(segment, prev=b"" if follows else prev()))
+            self.outbox.append(Segment(batch, segment.signature, b"" if follows else prev()))
         self.sent[batch.origin] = batch.end
 
     def take(self) -> tuple[Segment, ...]:
@@ -57,7 +57,35 @@ def merged(first: Segment, second: Segment) -> Segment | None:
         return None
     if len(one.scalars) + len(two.scalars) > MAX_SEGMENT:
         return None
-    return replace(first, batch=replace(one, scalars=one.scalars + two.scalars), signature=second.signature)
+    batch = Batch(one.origin, one.sequence, one.step, one.scalars + two.scalars)
+    return Segment(batch, second.signature, first.prev)
+
+
+def in_rows(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """The segments by rows of one origin, each the continuation of the one before it, and not too long to be one.
+
+    One that names the chain before itself begins a row: its sender may mean another history.
+    """
+    rows: list[list[Segment]] = []
+    open_rows: dict[PeerId, tuple[list[Segment], int]] = {}  # by origin, with the messages in it
+    for segment in segments:
+        batch = segment.batch
+        row, count = open_rows.get(batch.origin, ([], 0))
+        last = row[-1].batch if row else None
+        follows = last is not None and (last.end, last.end_step) == (batch.sequence, batch.step) and not segment.prev
+        if not follows or count + len(batch.scalars) > MAX_SEGMENT:
+            row, count = [], 0
+            rows.append(row)
+        row.append(segment)
+        open_rows[batch.origin] = row, count + len(batch.scalars)
+    return rows
+
+
+def joined(row: Sequence[Segment]) -> Segment:
+    """A row as one segment, under the last one's signature: that covers all."""
+    first = row[0].batch
+    scalars = tuple(scalar for segment in row for scalar in segment.batch.scalars)
+    return Segment(Batch(first.origin, first.sequence, first.step, scalars), row[-1].signature, row[0].prev)
 
 
 @dataclass(slots=True)
@@ -71,12 +99,16 @@ class Allowance:
 
     def take(self, count: int, now: float) -> bool:
         """Takes `count` if they may pass: a row longer than the burst may once it is full, and is owed then."""
-        self.left = min(self.burst, self.left + self.rate * max(0.0, now - self.at))
-        self.at = now
-        if self.left < min(count, self.burst):
+        if not self.has(count, now):
             return False
         self.left -= count
         return True
+
+    def has(self, count: int, now: float) -> bool:
+        """Whether `take` would."""
+        self.left = min(self.burst, self.left + self.rate * max(0.0, now - self.at))
+        self.at = now
+        return self.left >= min(count, self.burst)
 
 
 @dataclass(slots=True)

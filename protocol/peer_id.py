@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import base58
 
 from peerloom.protocol.types import PeerId
@@ -17,6 +19,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
     return PeerId(base58.b58encode(_PREFIX + public_key).decode())
 
 
+@lru_cache(maxsize=1 << 13)  # base58 is slow, and a swarm's few keys are asked for with each signature
 def public_key_of(peer_id: PeerId) -> bytes:
     """The raw public key (32 bytes) inside an Ed25519 peer id; raises ValueError for anything else."""
     if not 0 < len(peer_id) <= _MAX_CHARS:

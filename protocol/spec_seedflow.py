@@ -22,7 +22,7 @@ class SeedflowSpec(Table):
     """SeedFlow (SeedFlood with SubCGE): a scalar a local step, flooded to all."""
 
     version: int = number(
-        2, 2, 2, "of what a message means; 1, in which vectors moved along a matrix's diagonal, is run no more"
+        3, 3, 3, "of what a message means; 1 and 2, in which factors were drawn otherwise, are run no more"
     )
     rank: int = number(32, 1, 1024, "r: columns of a matrix's shared factors U and V")
     period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")

@@ -1,9 +1,8 @@
-"""The settings of the quality runs, chosen by the validation loss alone: no figure of the test set is read.
+"""The rates of the quality runs, chosen by the validation loss alone: no figure of the test set is read.
 
-Learning rates lie on a ladder of half decades that is climbed until the best is not at an edge. The settings are
-searched one after the other with short runs of 16 clients; the first-order ceiling, on the same parameters, over batch,
-schedule and rate. Whatever is reported then tries the quarters of a decade beside its best, judged by the mean over all
-seeds: a single seed's losses lie 0.01 to 0.03 apart.
+Learning rates lie on a ladder of half decades that is climbed until the best is not at an edge. The first-order
+ceiling, on the same parameters, is searched over batch and schedule too, and over the quarters of a decade beside its
+best, judged by the mean over all seeds: a single seed's losses lie 0.01 to 0.03 apart.
 """
 
 from __future__ import annotations
@@ -17,19 +16,6 @@ from tests.benchmarks.seedflow_quality import Run, final
 
 Loss = Callable[[Run], float]
 
-SCREEN_STEPS = 500
-START = Run(method="seedflow", clients=16, steps=SCREEN_STEPS, lr=3e-2, decay="linear", bound=1.0, period=100)
-CLIMBED: tuple[tuple[str, tuple[Any, ...]], ...] = (  # what is tried in place of START's, each at its own best rate
-    ("bound", (0.3, 3.0, 256.0)),  # an early slope is ten times a later one: clipping them is what allows a high rate
-    ("trainable", (r"(o|down)_proj\.weight$", r"(q|k|v|o)_proj\.weight$", r"(gate|up|down)_proj\.weight$")),
-    ("decay", ("none",)),
-)
-AT_THE_RATE: tuple[tuple[str, tuple[Any, ...]], ...] = (  # and at the best one's: the estimate's scale is the same
-    ("period", (20, 1000)),
-    ("rank", (8, 128)),
-    ("eps", (1e-4,)),
-    ("decay", ("cosine",)),
-)
 FIRST_ORDER = tuple((clients, decay) for clients in (16, 1) for decay in ("linear", "none"))
 FIRST_ORDER_STEPS = 500  # the paper's
 MOST = 8  # rungs tried in one climb
@@ -60,16 +46,6 @@ def climb_finely(run: Run, loss: Loss, seeds: int) -> Run:
         return statistics.mean(loss(replace(tried, seed=seed)) for seed in range(seeds))
 
     return climb(climb(run, loss), mean_loss, QUARTER_DECADE)
-
-
-def search(loss: Loss) -> Run:
-    """SeedFlow's settings."""
-    best = climb(START, loss)
-    for axis, values in CLIMBED:
-        best = min([best, *(climb(replace(best, **{axis: value}), loss) for value in values)], key=loss)
-    for axis, values in AT_THE_RATE:
-        best = min([best, *(replace(best, **{axis: value}) for value in values)], key=loss)
-    return best
 
 
 def ceiling(trainable: str, loss: Loss, seeds: int) -> Run:

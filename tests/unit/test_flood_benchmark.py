@@ -79,7 +79,7 @@ def payload_of(spec: RunSpec, scalars: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_throughput_passes_every_message_on_and_drops_its_copies(merged: bool) -> None:
-    assert all(rate > 0 for rate in asyncio.run(seedflow_flood.throughput(1600, merged=merged)))
+    assert all(rate > 0 for rate in seedflow_flood.throughput(1600, merged=merged))
 
 
 def test_the_pings_of_the_papers_run_are_counted() -> None:

@@ -152,6 +152,38 @@ async def test_steps_of_all_reach_all_and_are_durable_before_they_leave(nodes: l
         assert not node.faults
 
 
+async def test_batches_that_come_close_together_are_judged_together_and_in_their_place(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = nodes
+    one.see(two)
+    await until(lambda: one.machine.settled() and two.machine.settled())
+    two.driver.feed(PeersSeen((one.peer_id,)))
+    came: list[int] = []
+    handle = two.machine.handle
+
+    def noting(event: FloodEvent, now: float) -> list[FloodEffect]:
+        if isinstance(event, Received):
+            came.append(len(event.body.segments) if isinstance(event.body, Segments) else 0)
+        return handle(event, now)
+
+    monkeypatch.setattr(two.machine, "handle", noting)
+    monkeypatch.setattr("peerloom.node.flood_driver.GATHER_S", 3600.0)  # until something else comes, or enough
+    link = one.driver._links[two.peer_id]
+    for flush in range(4):
+        await one.driver.own_steps(5 * flush, (1, 2, 3, 4, 5))
+        await link.idle.wait()
+    one.driver.feed(TimerFired("repair"))
+    await until(lambda: two.machine.total() == 20)
+    assert came == [4, 0]
+    await one.driver.own_steps(20, (6,))
+    await link.idle.wait()
+    await link.stream.close()  # a node that ends says no more: what it said last still counts
+    await until(lambda: two.machine.total() == 21)
+    assert came == [4, 0, 1]
+    assert not one.faults and not two.faults
+
+
 async def test_nobody_is_told_of_own_steps_before_they_are_durable(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

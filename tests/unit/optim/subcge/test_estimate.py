@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.optim.subcge import MeZO, NotFinite, SubCGE
-from peerloom.optim.subcge_random import coordinates
-from peerloom.optim.subcge_small import NORMAL_BITS
+from peerloom.optim.subcge_random import NORMAL_BITS, coordinates
 from tests.unit.optim.subcge.models import IDS, bits, equal, loss_of, tied
 
 SETTINGS = {"rank": 3, "period": 10, "eps": 1e-2, "lr": 1e-3, "run_seed": 5}

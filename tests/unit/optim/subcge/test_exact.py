@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from peerloom.optim.subcge import SCALAR_LIMIT, Message, SubCGE
-from peerloom.optim.subcge_small import NORMAL_LIMIT
+from peerloom.optim.subcge_random import NORMAL_LIMIT
 from tests.unit.optim.subcge.models import Tied, bits, equal, tied
 
 PERIOD = 5
@@ -125,6 +126,33 @@ def test_stores_may_be_given_and_are_used() -> None:
     matrices = [name for name, tensor in base.items() if tensor.dim() > 1]
     assert equal([anchor[name] for name in matrices], [model.get_parameter(name) for name in matrices])
     assert len(matrices) == len(node.matrices) == 3
+
+
+def test_a_store_s_place_in_memory_changes_no_bit() -> None:
+    """A mapped file's tensors lie where they lie; a product over other addresses may round differently."""
+    sums = []
+    for ahead in (0, 1, 3):
+        model = wide()
+        base = {name: _moved(tensor, ahead) for name, tensor in model.named_parameters()}
+        anchor = {name: _moved(tensor, ahead) for name, tensor in model.named_parameters()}
+        node = SubCGE(model, rank=8, period=PERIOD, eps=1e-3, lr=1e-3, run_seed=7, base=base, anchor=anchor)
+        node.apply([Message(1, k, k % PERIOD, 999_983 * (k + 1)) for k in range(40)])
+        node.advance(PERIOD)
+        node.apply([Message(2, k, PERIOD, 999_983 * (k + 1)) for k in range(40)])
+        sums.append([anchor["weight"].clone(), *bits(model)])
+    assert equal(sums[0], sums[1]) and equal(sums[0], sums[2]) and not equal(sums[0][1:], bits(wide()))
+
+
+def wide() -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Linear(67, 129)
+
+
+def _moved(tensor: torch.Tensor, ahead: int) -> torch.Tensor:
+    """A copy that lies so many elements off where torch would put it."""
+    room = torch.empty(tensor.numel() + ahead)
+    return room[ahead:].view(tensor.shape).copy_(tensor.detach())
 
 
 def test_no_sum_can_overflow() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from peerloom.optim.subcge import SCALAR_LIMIT, SubCGE
-from peerloom.optim.subcge_random import key_of, message_seeds, mix
-from peerloom.optim.subcge_small import _CHUNK, _ROWS, NORMAL_BITS, NORMAL_LIMIT, SmallTensors, table
+from peerloom.optim.subcge_random import NORMAL_BITS, NORMAL_LIMIT, key_of, message_seeds, mix, normals
+from peerloom.optim.subcge_small import _CHUNK, _ROWS, SmallTensors
 from peerloom.protocol.spec_seedflow import NORMAL_LIMIT as SPECS_LIMIT
 
 SIZES = [5, 1, 8, 3]
@@ -22,7 +22,7 @@ KEYS = [key_of("a"), key_of("b"), key_of("c"), key_of("d")]
 
 def test_bits_are_those_written_here() -> None:
     """A machine or a library that draws others would leave every swarm."""
-    packed = hashlib.sha256(table().to(torch.int16).numpy().astype("<i2").tobytes()).hexdigest()
+    packed = hashlib.sha256(normals().to(torch.int16).numpy().astype("<i2").tobytes()).hexdigest()
     assert packed == "2f37fbf1f3bfaa91bcf8a5cd05fe89738a0397e8f8b84ad8c8b5ecc5ed7db406"
     drawn = (SmallTensors(KEYS, SIZES).normals(9) * 2**NORMAL_BITS).tolist()
     assert drawn == [252, -45, -184, -100, 52, 126, -253, -167, 66, -196, -305, -188, 173, 447, 133, -259, 157]
@@ -32,7 +32,7 @@ def test_the_table_is_symmetric_bounded_and_far_from_a_tie() -> None:
     """So that no machine's logarithm can round an entry to another integer."""
     from statistics import NormalDist
 
-    values = table()
+    values = normals()
     assert torch.equal(values, -values.flip(0)) and float(values.max()) == NORMAL_LIMIT == SPECS_LIMIT
     assert torch.equal(values[:32768], values[:32768].sort().values)
     quantiles = (NormalDist().inv_cdf((65536 + 2 * index + 1) / 131072) * 2**NORMAL_BITS for index in range(32768))

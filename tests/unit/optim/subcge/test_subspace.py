@@ -30,7 +30,8 @@ def test_one_product_is_the_sum_of_rank_one_updates(
         expected += scalar * 2**-16 * subspace.direction(place % rank**2).double()
     total = torch.zeros(folded_shape(shape))
     for start in range(0, len(total), 2):  # in pieces, as large weights are
-        subspace.add(total[start : start + 2], start, sums.view(rank, rank), 2**-16)
+        piece = total[start : start + 2]
+        subspace.add(piece, start, subspace.combined(sums.view(rank, rank), 2**-16), out=piece)
     scale = max(1.0, sum(abs(scalar) for _, scalar in messages) * 2**-16)
     torch.testing.assert_close(total.view(shape).double(), expected, rtol=1e-5, atol=1e-5 * scale)
 
