@@ -15,6 +15,7 @@ import pytest
 from peerloom.node.identity import Identity, load_or_create, lock_identity, public_key_of, verify
 from peerloom.node.p2pd import P2pDaemon, P2pdOptions
 from peerloom.protocol.errors import IdentityError, IdentityInUse
+from peerloom.protocol.peer_id import peer_id_of
 from peerloom.protocol.types import PeerId
 
 
@@ -58,6 +59,18 @@ def test_signs_and_verifies() -> None:
     assert not verify(identity.peer_id, b"data", b"")
     for nobody in ("", "12D3Koo", "0OIl", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "1" * 10_000):
         assert not verify(PeerId(nobody), b"data", signature)
+
+
+def test_what_more_than_one_signature_would_fit_is_none() -> None:
+    """A second form of a signature, a key under which anything is signed, a byte moved from one to the other."""
+    identity = Identity.generate()
+    signature = identity.sign(b"data")
+    order = 2**252 + 27742317777372353535851937790883648493
+    second = int.from_bytes(signature[32:], "little") + order
+    assert not verify(identity.peer_id, b"data", signature[:32] + second.to_bytes(32, "little"))
+    neutral = b"\1" + bytes(31)
+    assert not verify(peer_id_of(neutral), b"data", neutral + bytes(32))
+    assert not verify(identity.peer_id, signature[-1:] + b"data", signature[:-1])
 
 
 def test_a_private_key_is_in_no_text_about_it() -> None:
