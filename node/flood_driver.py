@@ -118,7 +118,7 @@ class FloodDriver:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._shut: dict[PeerId, float] = {}  # until when
         self._closed = False
-        self._held: list[FloodEvent] | None = None  # what came while own steps were made durable
+        self._held: deque[FloodEvent] | None = None  # what came while another's effects were performed
 
     # the trainer's side
 
@@ -128,18 +128,22 @@ class FloodDriver:
             return
         if self._held is not None:
             return self._held.append(event)
+        self._held = deque([event])
         try:
-            for effect in self.machine.handle(event, self._clock.monotonic()):
-                self._perform(effect)
+            while self._held:
+                for effect in self.machine.handle(self._held.popleft(), self._clock.monotonic()):
+                    self._perform(effect)
         except Exception as error:  # links come anew: without this the same would happen for ever, unseen
             self.failed = self.failed or error
             self.changed.set()
             raise
+        finally:
+            self._held = None
 
     async def own_steps(self, step: int, scalars: tuple[int, ...]) -> None:
         """Floods this node's own steps once they are durable; raises StorageError when they cannot be made so."""
         effects = self.machine.handle(StepsDone(step, scalars), self._clock.monotonic())
-        self._held = []  # or a neighbour that asks meanwhile would be given what a power cut may still take back
+        self._held = deque()  # or a neighbour that asks meanwhile would be given what a power cut may still take back
         try:
             for effect in effects:
                 if isinstance(effect, Keep):
@@ -322,14 +326,13 @@ class FloodDriver:
             raise link.error
 
     def _forget(self, link: _Link) -> None:
-        """Ends a link; the peer may get another one at once."""
+        """Ends a link, once what came over it is judged; the peer may get another one at once."""
+        self._hand_on(link)
         if self._links.get(link.peer) is not link:
-            return
+            return  # what it brought closed it
         del self._links[link.peer]
         self.questions.pop(link.peer, None)
         link.idle.set()
-        if link.gathering is not None:
-            link.gathering.cancel()
         self.feed(LinkDown(link.peer))
         for task in link.tasks:
             task.cancel()
@@ -371,6 +374,8 @@ class FloodDriver:
 
     def _gather(self, link: _Link, body: FrameBody) -> None:
         """Lets batches wait for those right behind them; whatever else comes goes on after them, at once."""
+        if self._links.get(link.peer) is not link:
+            return  # frames that were at hand when it was closed
         if not isinstance(body, Segments):
             self._hand_on(link)
             return self.feed(Received(link.peer, body))
@@ -386,6 +391,6 @@ class FloodDriver:
         if link.gathering is not None:
             link.gathering.cancel()
             link.gathering = None
-        if link.gathered:
+        if link.gathered and self._links.get(link.peer) is link:
             segments, link.gathered, link.waiting = tuple(link.gathered), [], 0
             self.feed(Received(link.peer, Segments(segments)))

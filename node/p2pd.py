@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import tempfile
 import warnings
 from collections import deque
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from peerloom.node.reexports import defer
 from peerloom.protocol.errors import LinkError, PeerloomError
@@ -31,6 +34,8 @@ STOP_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 5.0  # of a call to p2pd that touches no network
 IDLE_S = 30  # p2pd ends when nobody has attached to it by then
 STREAM_BUFFER_BYTES = 1 << 18  # of a stream, read ahead at most twice over
+SOCKETS = "peerloom-p2pd-"  # of p2pd and of what is attached to it, in the folder for temporary files; a pid follows
+SOCKET_NAME_BYTES = 52  # at most, with the slash: the prefix, a pid of 10 digits, hivemind's word and random part
 _READ_BYTES = 1 << 16
 _TAIL_LINES = 5
 
@@ -81,6 +86,29 @@ class P2pdOptions:
         return [f"-{name}={value}" for name, value in flags.items() if value] + mode
 
 
+def socket_folder() -> Path:
+    """Where temporary files are to be, or /tmp where that has too long a name: an address holds 108 bytes, or 104."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) + SOCKET_NAME_BYTES < 104 else Path("/tmp")
+
+
+def remove_dead_sockets(folder: Path) -> None:
+    """Removes what nodes that were killed have left: sockets of processes that are gone, and that nobody listens on.
+
+    Both are asked: another container that has this folder too has other process ids.
+    """
+    for path in folder.glob(f"{SOCKETS}*-*.sock"):
+        pid = path.name.removeprefix(SOCKETS).partition("-")[0]
+        if not pid.isdecimal() or psutil.pid_exists(int(pid)):
+            continue
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CALL_TIMEOUT_S)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+
+
 class P2pDaemon:
     """A running p2pd; `p2p` is hivemind.P2P attached to it, `exited` completes with its exit code when it ends."""
 
@@ -103,7 +131,9 @@ class P2pDaemon:
         """Starts p2pd and attaches to it; raises PeerloomError with its last words when it does not come up."""
         hivemind = await asyncio.to_thread(load_hivemind)  # it takes time, in which signals must still be heard
         program = Path(hivemind.__file__).parent / "hivemind_cli" / "p2pd"
-        socket_path = Path(tempfile.gettempdir()) / f"peerloom-p2pd-{secrets.token_hex(8)}.sock"
+        folder = socket_folder()
+        remove_dead_sockets(folder)
+        socket_path = folder / f"{SOCKETS}{os.getpid()}-{secrets.token_hex(8)}.sock"
         try:
             process = await asyncio.create_subprocess_exec(
                 program,
@@ -136,8 +166,11 @@ class P2pDaemon:
         if not self._ready.is_set():
             state = f"ended with code {self.exited.result()}" if self.exited.done() else "gave no sign of life"
             raise PeerloomError(f"p2pd {state} at its start: {' / '.join(self._tail) or 'it said nothing'}")
+        # hivemind's own socket for what p2pd hands on is in /tmp, wherever temporary files are to be
+        prefix = f"/unix{self._socket_path.parent}/{SOCKETS}{os.getpid()}-"
+        beside: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": prefix})
         async with asyncio.timeout(CALL_TIMEOUT_S):
-            self.p2p = await P2P.replicate(Multiaddr(f"/unix{self._socket_path}"))
+            self.p2p = await beside.replicate(Multiaddr(f"/unix{self._socket_path}"))
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None

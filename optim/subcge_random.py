@@ -62,7 +62,7 @@ def intervals(bits: Tensor) -> Tensor:
     """(..., 4 n) int32 of hashes (..., n): four 16-bit fields of each, the low bits first, as places in `normals`."""
     fields = bits.view(torch.int16)
     if sys.byteorder == "big":
-        fields = fields.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+        fields = fields.view(*fields.shape[:-1], -1, 4).flip(-1).flatten(-2)
     return fields.to(torch.int32).bitwise_and_(_INTERVALS - 1)
 
 
@@ -72,7 +72,7 @@ def normals() -> Tensor:
     standard = NormalDist()
     above = [(_INTERVALS + 2 * index + 1) / (2 * _INTERVALS) for index in range(_INTERVALS // 2)]
     half = [round(standard.inv_cdf(share) * 2**NORMAL_BITS) for share in above]
-    return torch.tensor(half + [-value for value in reversed(half)], dtype=torch.float64)
+    return torch.tensor(half + [-value for value in reversed(half)], dtype=torch.float64, device="cpu")
 
 
 def message_seeds(run_seed: int, origins: Tensor, sequences: Tensor) -> Tensor:

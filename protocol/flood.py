@@ -23,7 +23,6 @@ from dataclasses import replace
 from peerloom.protocol.effects import Count, SetTimer
 from peerloom.protocol.events import TimerFired
 from peerloom.protocol.flood_events import (
-    Apply,
     FloodEffect,
     FloodEvent,
     Keep,
@@ -142,19 +141,17 @@ class FloodMachine(Liars):
 
     def _segments(self, link: Link, segments: Iterable[Segment]) -> None:
         moved: dict[PeerId, None] = {}
-        taken: list[Batch] = []
         for segment, parts, chain in self._pieces(segments):
             origin = segment.batch.origin
             link.knows(origin, segment.batch.end)
             if (added := self._segment(link, segment, chain)) is not None:
                 new = sum(part.batch.end > added.sequence for part in parts)
                 link.pace.repeats.left += SEGMENT_COST * new + len(added.scalars)  # it was not in vain
-                taken.append(added)
+                self._fresh.append(added)
                 moved[origin] = None
             if link.peer not in self._links:
                 break
-        if taken:
-            self._do(Apply(tuple(taken)))
+        self._apply()
         for origin in moved:
             if (asked := self._asked.get(origin)) is not None and asked[0] == link.peer:
                 del self._asked[origin]
@@ -190,9 +187,9 @@ class FloodMachine(Liars):
         if batch.end <= history.next:
             return b""
         new = batch.since(history.next)
-        chain = fold(history.chain, new)
-        if not source.allowance.has(len(new.scalars), self._now):
+        if self._is_ahead(new) or not source.allowance.holds(len(new.scalars), self._now):
             return None
+        chain = fold(history.chain, new)
         return chain if self._is_signed(new, chain, row.signature) else None
 
     def _segment(self, link: Link, segment: Segment, signed_chain: bytes | None) -> Batch | None:
@@ -264,7 +261,7 @@ class FloodMachine(Liars):
     ) -> Batch | None:
         history, batch = source.history, segment.batch.since(source.history.next)
         chain = fold(history.chain, batch) if signed_chain is None else signed_chain
-        if batch.step > self._latest + self._spec.max_periods_ahead * self._spec.period:
+        if self._is_ahead(batch):
             self._refuse(link, "future")
             return None
         if not source.allowance.take(len(batch.scalars), self._now):
@@ -278,6 +275,9 @@ class FloodMachine(Liars):
         self._sources[batch.origin] = source
         self._take(Segment(batch, segment.signature, history.chain), chain, own=False)
         return batch
+
+    def _is_ahead(self, batch: Batch) -> bool:
+        return batch.step > self._latest + self._spec.max_periods_ahead * self._spec.period
 
     def _is_signed(self, batch: Batch, chain: bytes, signature: bytes) -> bool:
         return self._verify(batch.origin, signed_bytes(self._run_id, batch.origin, batch.end, chain), signature)

@@ -60,6 +60,7 @@ class Held:
         self._latest = 0  # the step past the latest one taken
         self._limit = spec.scalar_limit()
         self._folds = 0
+        self._fresh: list[Batch] = []  # taken, and not yet told the state
         self._done: list[FloodEffect] = []
         self._timing = False
         self._now = 0.0

@@ -47,6 +47,7 @@ class Liars(Repair):
         origin = proof.origin
         self._do(Keep(proof))
         self._do(Count("flood_cut"))
+        self._apply()  # what is taken out must be in
         history = self._convict(proof)
         if history is not None and history.base:
             self._do(Resync(origin))

@@ -99,16 +99,16 @@ class Allowance:
 
     def take(self, count: int, now: float) -> bool:
         """Takes `count` if they may pass: a row longer than the burst may once it is full, and is owed then."""
-        if not self.has(count, now):
+        if not self.holds(min(count, self.burst), now):
             return False
         self.left -= count
         return True
 
-    def has(self, count: int, now: float) -> bool:
-        """Whether `take` would."""
+    def holds(self, count: int, now: float) -> bool:
+        """Whether `count` may pass now and nothing is owed for them."""
         self.left = min(self.burst, self.left + self.rate * max(0.0, now - self.at))
         self.at = now
-        return self.left >= min(count, self.burst)
+        return self.left >= count
 
 
 @dataclass(slots=True)

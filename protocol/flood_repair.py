@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peerloom.protocol.effects import Count, ScorePeer
-from peerloom.protocol.flood_events import Drop, FloodEffect, Refusal, Send
+from peerloom.protocol.flood_events import Apply, Drop, FloodEffect, Refusal, Send
 from peerloom.protocol.flood_held import Held
 from peerloom.protocol.flood_links import Link
 from peerloom.protocol.flood_messages import Head, Versions, Want, Wants
@@ -141,6 +141,11 @@ class Repair(Held):
         return verdict == "within"
 
     # effects
+
+    def _apply(self) -> None:
+        if self._fresh:
+            self._do(Apply(tuple(self._fresh)))
+            self._fresh = []
 
     def _do(self, effect: FloodEffect) -> None:
         self._done.append(effect)

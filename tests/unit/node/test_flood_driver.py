@@ -27,7 +27,7 @@ from peerloom.protocol.errors import DigestMismatch, LimitExceeded, LinkError, M
 from peerloom.protocol.events import TimerFired
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_events import Apply, FloodEffect, FloodEvent, PeersSeen, Received
-from peerloom.protocol.flood_messages import Batch, HashQuery, Head, Segments, Snapshot
+from peerloom.protocol.flood_messages import Batch, HashQuery, Head, Segment, Segments, Snapshot
 from peerloom.protocol.messages import FetchRequest, StateManifest, StateMessage, StatePiece
 from peerloom.protocol.services import FLOOD
 from peerloom.protocol.types import NodeStatus, PeerId, PeerRecord
@@ -182,6 +182,47 @@ async def test_batches_that_come_close_together_are_judged_together_and_in_their
     await until(lambda: two.machine.total() == 21)
     assert came == [4, 0, 1]
     assert not one.faults and not two.faults
+
+
+@pytest.mark.parametrize("how", ["no longer a neighbour", "nothing can be sent", "another link takes its place"])
+async def test_what_was_gathered_from_a_link_counts_however_the_link_ends(
+    how: str, nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = nodes
+    two.see(one)
+    await until(lambda: one.machine.settled() and two.machine.settled())
+    one.driver.feed(PeersSeen((two.peer_id,)))
+    await one.driver.own_steps(0, (1,))
+    await until(lambda: two.applied() == 1)
+    monkeypatch.setattr("peerloom.node.flood_driver.GATHER_S", 3600.0)
+    link = two.driver._links[one.peer_id]
+    await one.driver.own_steps(1, (2, 3))
+    await until(lambda: bool(link.gathered))
+    match how:
+        case "no longer a neighbour":
+            two.driver.feed(PeersSeen(()))
+        case "nothing can be sent":
+
+            async def fails(message: object) -> None:
+                raise LinkError("over")
+
+            monkeypatch.setattr(link.stream, "send", fails)
+            await two.driver.own_steps(0, (9,))
+        case _:
+            two.driver._forget(link)
+    await until(lambda: two.machine._held(one.peer_id) == 3 and two.applied() == 3)
+    assert link.gathering is None and not one.faults and not two.faults
+
+
+async def test_frames_at_hand_when_a_link_is_closed_wait_for_nothing(nodes: list[Node]) -> None:
+    one, two, _ = nodes
+    two.see(one)
+    await until(lambda: one.machine.settled() and two.machine.settled())
+    link = two.driver._links[one.peer_id]
+    two.driver._drop(one.peer_id, "forged")
+    segment = Segment(Batch(one.peer_id, 0, 0, (1,)), bytes(64), b"")
+    two.driver._gather(link, Segments((segment,)))
+    assert not link.gathered and link.gathering is None
 
 
 async def test_nobody_is_told_of_own_steps_before_they_are_durable(

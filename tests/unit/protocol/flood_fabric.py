@@ -70,13 +70,20 @@ def signed(batch: Batch, prev: bytes, *, tell: bool = True) -> Segment:
 
 
 class State:
-    """What a worker keeps: integer sums by period and coordinate, which the message's seed picks."""
+    """What a worker keeps: integer sums by period and coordinate, which the message's seed picks.
+
+    As strict as a worker's: what is taken out must be in.
+    """
 
     def __init__(self) -> None:
         self.sums: Counter[tuple[int, int]] = Counter()
+        self.held: set[tuple[PeerId, int]] = set()
 
     def add(self, batches: Iterable[Batch], sign: int = 1) -> None:
         for batch in batches:
+            places = {(batch.origin, at) for at in range(batch.sequence, batch.end)}
+            assert not places & self.held if sign > 0 else places <= self.held
+            self.held ^= places
             key = origin_key(batch.origin)
             for _, sequence, step, scalar in batch.messages():
                 self.sums[(step // SPEC.period, (key ^ sequence * 0x9E3779B97F4A7C15) % 17)] += sign * scalar

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerloom.protocol.flood_events import Apply, FloodEffect, Keep, LinkUp, PeersSeen, Received, Send
+from peerloom.protocol.flood_events import Apply, FloodEffect, Keep, LinkUp, PeersSeen, Received, Retract, Send
 from peerloom.protocol.flood_links import in_rows, joined
 from peerloom.protocol.flood_messages import Batch, Segment, Segments, first_chain, fold
 from peerloom.protocol.flood_pace import allowed, cost_of
 from peerloom.protocol.limits import MAX_SEGMENT
 from peerloom.protocol.spec_seedflow import SeedflowSpec
 from peerloom.protocol.types import PeerId
-from tests.unit.protocol.flood_fabric import RUN, SPEC, machine, peer, signed
+from tests.unit.protocol.flood_fabric import RUN, SPEC, State, machine, peer, signed
 
 OWN, NEIGHBOUR, ORIGIN, OTHER, NEXT = (peer(index) for index in range(5))
 FLUSHES = 12
@@ -117,10 +117,41 @@ def test_a_row_that_ends_with_what_no_spec_allows_counts_up_to_it() -> None:
     assert node.held() == 2 * FLUSHES
 
 
-def test_a_row_longer_than_its_origins_rate_counts_as_far_as_that_goes() -> None:
+@pytest.mark.parametrize("known", [0, 1])
+def test_a_row_longer_than_its_origins_rate_counts_as_far_as_that_goes(known: int) -> None:
     node, row = Node(replace(SPEC, rate_limit=1.0, rate_burst=9)), flushes(ORIGIN)
-    node.take(*row)
+    node.take(*row[:known])
+    node.take(*row[known:])
     assert node.held() == 8
+    assert len(row) * 2 > 9
+
+
+def test_a_row_of_steps_far_ahead_costs_no_check() -> None:
+    node = Node()
+    node.take(flushes(ORIGIN)[0])
+    node.checked = 0
+    far = SPEC.period * (SPEC.max_periods_ahead + 2)
+    chain, rows = fold_to(flushes(ORIGIN), 1), []
+    for at in range(3):
+        batch = Batch(ORIGIN, 2 + 2 * at, far + 2 * at, (1, 2))
+        rows.append(replace(signed(batch, chain), prev=b""))
+        chain = fold(chain, batch)
+    effects = node.take(*rows)
+    assert node.checked == 0 and node.held() == 2
+    assert "flood_refused_future" in {getattr(effect, "metric", "") for effect in effects}
+
+
+def test_two_histories_in_one_frame_are_in_the_state_before_they_are_taken_out() -> None:
+    node, other = Node(), signed(Batch(ORIGIN, 0, 0, (5, 4)), first_chain(RUN, ORIGIN))
+    state = State()
+    effects = node.take(*flushes(OTHER, 1), *flushes(ORIGIN, 1), other, *flushes(NEXT, 1))
+    for effect in effects:
+        match effect:
+            case Apply(batches):
+                state.add(batches)
+            case Retract(batches):
+                state.add(batches, -1)
+    assert node.machine.cut == {ORIGIN} and {origin for origin, _ in state.held} == {OTHER, NEXT}
 
 
 def test_a_row_that_is_known_in_part_or_in_whole_is_no_doubt() -> None:
