@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from peerloom.node.http_endpoint import SERVED_AT
+from peerloom.node.p2pd import remove_dead_sockets
 
 PATIENCE_S = 120.0  # for whatever must happen sooner or later, on a machine that may be busy
 HELD: set[int] = set()  # pids of peers, which are ended and looked after by whoever made them
@@ -292,6 +293,8 @@ class Swarm:
             for peer in self.started:
                 peer.expect_nothing_left()
             assert not any(code for name, code in codes.items() if name != "watcher"), codes
+            if any(peer.process.returncode == -signal.SIGKILL for peer in self.started):
+                remove_dead_sockets(self.folder / "tmp")  # as the next node to start does
             left = [path for pattern in ("peerloom-*", "hivemind-*") for path in (self.folder / "tmp").glob(pattern)]
             assert not left, f"temporary files left: {left}"
         finally:
