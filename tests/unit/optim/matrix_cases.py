@@ -315,10 +315,12 @@ def write(folder: Path, model: nn.Module, optimizer: OwnerOptimizer, rank: int, 
     for name, shape in shapes.items():
         starts[name] = numel
         numel += torch.Size(shape).numel()
+    dtype = next(model.parameters()).dtype
     if rank == 0:
         folder.mkdir()
+        with (folder / "shared").open("wb") as file:  # from_file sets the first byte of one that is too short to 0
+            file.truncate(numel * dtype.itemsize)
     _meet(mesh)
-    dtype = next(model.parameters()).dtype
     flat = torch.from_file(str(folder / "shared"), shared=True, size=numel, dtype=dtype)
     for owned in holdings(model):
         whole = flat[starts[owned.name] :][: torch.Size(owned.whole_shape).numel()].view(owned.whole_shape)
