@@ -8,9 +8,10 @@ grid that grows by factors of two until no best rate lies on its edge.
 
 `--quick`: three methods, 200 steps, one seed, and the small step cost, within 60 s: a look, no result. Without a flag:
 all methods at 118,704 parameters, 2 seeds, the five that tell most before the others. `--full`: also smaller, larger
-and shorter runs of three methods, and runs of all three times as long, whose rows end in the setting's name. Finished
-runs are kept in results/basis_rotation/ and never run twice; a run cut short is run anew. `--stored` runs nothing:
-rows, table and plots of what is kept. `--processes 1` trains in this process, so that one signal stops all.
+and shorter runs of three methods, and runs of all three times as long, whose rows end in the setting's name; there the
+four that lie closest, or tell most, are repeated on five seeds at the rates that the first two chose. Finished runs are
+kept in results/basis_rotation/ and never run twice; a run cut short is run anew. `--stored` runs nothing: rows, table
+and plots of what is kept. `--processes 1` trains in this process, so that one signal stops all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from tests.benchmarks.basis_rotation_cost import cost_rows
 from tests.benchmarks.basis_rotation_model import Size
 from tests.benchmarks.basis_rotation_plot import plot, plot_trends
-from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, sweep, target_loss
+from tests.benchmarks.basis_rotation_sweep import Curves, Outcome, outcome, repeat, sweep, target_loss
 from tests.benchmarks.basis_rotation_train import METHODS, Kind, Plan
 from tests.benchmarks.rows import Row, main
 
@@ -40,6 +41,8 @@ TRENDS = {  # one batch for all, so that size and length alone differ, and the w
     "long": replace(MAIN, size=Size(), steps=18_000, warmup=216),  # 1.2 % of the steps, the paper's 3 of 250 epochs
 }
 WHOLE = ("long",)  # of the trends, those that every method is run in: P = 1 takes thousands of steps there
+CLOSE: tuple[Kind, ...] = ("adamw", "2nd_bi", "soap", "1st_bi")  # told apart there by more seeds
+MORE_SEEDS = range(5)  # at the rates that the first two chose
 QUICK_PLAN = replace(Plan(), steps=200, warmup=20, eval_every=10)
 QUICK_GRID = {1: (4e-3, 8e-3), 32: (1e-3, 4e-3)}
 QUICK: tuple[Kind, ...] = ("adamw", "nesterov", "2nd_bi")
@@ -63,7 +66,13 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         for _, plan, kinds in plans:
             for part in (TELLING, kinds) if kinds is METHODS else (kinds,):
                 run_missing(Curves(plan, RESULTS), part, GRID, range(2), arguments.processes)
+        for name, plan, _ in plans:
+            if name in WHOLE:
+                repeat(Curves(plan, RESULTS), CLOSE, range(2), MORE_SEEDS, arguments.processes, _say)
     rows = [row for name, plan, kinds in plans for row in stored_rows(Curves(plan, RESULTS), kinds, name)]
+    for name, plan, _ in plans:
+        if name in WHOLE:
+            rows += repeated_rows(Curves(plan, RESULTS), name)
     if len(plans) > 1:
         report_trends([plan for _, plan, _ in plans])
     return rows if arguments.stored else [*rows, *cost_rows(quick=False)]
@@ -88,7 +97,11 @@ def run_missing(
     grow: bool = True,
 ) -> None:
     """Runs what the grid asks for and is not there; the grid grows off its edges."""
-    sweep(curves, kinds, grid, seeds, processes, lambda line: print(line, flush=True), grow=grow)
+    sweep(curves, kinds, grid, seeds, processes, _say, grow=grow)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def rows_of(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], trend: str = "") -> list[Row]:
@@ -109,6 +122,19 @@ def stored_rows(curves: Curves, kinds: Sequence[Kind], trend: str = "") -> list[
     drawn = plot(curves, list(outcomes(curves, kinds, seeds, target).values()), seeds, target, path)
     print(f"plot: {path.name}" if drawn else "no plot: install the extra `bench` for matplotlib")
     return rows_of(curves, kinds, seeds, trend)
+
+
+def repeated_rows(curves: Curves, trend: str) -> list[Row]:
+    """Those of the close methods on all of `MORE_SEEDS`, as far as they were run; the target is of those seeds too."""
+    kept = [kind for kind in CLOSE if all(curves.rates(kind, depth, MORE_SEEDS) for depth in (1, curves.plan.depth))]
+    if "adamw" not in kept:
+        return []
+    target = target_loss(curves, MORE_SEEDS)
+    found = outcomes(curves, kept, MORE_SEEDS, target)
+    # the rates beside it were run on the first two seeds alone
+    found = {key: replace(best, at_edge=False) for key, best in found.items()}
+    report(curves, found, target)
+    return slowdown_rows(curves.plan, found, target, len(MORE_SEEDS), f"{trend}_{len(MORE_SEEDS)}_seeds")
 
 
 def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:

@@ -7,7 +7,7 @@ import json
 import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -137,9 +137,7 @@ def missing(
     return list(dict.fromkeys(lacking))
 
 
-def _beyond(
-    curves: Curves, kind: Kind, depth: int, seeds: Sequence[int], grid: Sequence[float]
-) -> float | None:
+def _beyond(curves: Curves, kind: Kind, depth: int, seeds: Sequence[int], grid: Sequence[float]) -> float | None:
     judge = [seed for seed in seeds if curves.rates("adamw", curves.plan.depth, [seed])]
     found = outcome(curves, kind, depth, judge, target_loss(curves, judge)) if judge else None
     if found is None or not found.at_edge:
@@ -182,6 +180,34 @@ def sweep(
                 kind, seed = running.pop(future)
                 curves.add(future.result())
                 tell(f"{kind}, seed {seed}: done")
+
+
+def repeat(
+    curves: Curves,
+    kinds: Sequence[Kind],
+    judged: Sequence[int],
+    seeds: Sequence[int],
+    processes: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Runs the rates that `judged` chose on all of `seeds`; one process is this one, as in `sweep`."""
+    target = target_loss(curves, judged)
+    jobs: list[tuple[Kind, list[Run]]] = []
+    for kind in kinds:
+        found = [outcome(curves, kind, depth, judged, target) for depth in (1, curves.plan.depth)]
+        runs = [Run(best.lr, best.depth, seed) for best in found if best is not None for seed in seeds]
+        runs = [run for run in runs if curves.get(kind, run.lr, run.depth, run.seed) is None]
+        if runs:
+            jobs.append((kind, runs))
+    if processes == 1:
+        for kind, runs in jobs:
+            curves.add(train(curves.plan, kind, runs, read_text(), tell))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for done in as_completed([pool.submit(work, curves.plan, kind, runs) for kind, runs in jobs]):
+            curves.add(done.result())
+            tell(f"{done.result()[0]['kind']}: done on {len(seeds)} seeds")
 
 
 def _sweep_here(

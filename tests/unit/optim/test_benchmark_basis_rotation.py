@@ -15,7 +15,7 @@ from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.optim.delayed import DelayedWeights
 from peerloom.optim.rotated_stack import RotatedStack
 from peerloom.optim.soap import SOAP
-from tests.benchmarks import basis_rotation, basis_rotation_cost
+from tests.benchmarks import basis_rotation, basis_rotation_cost, basis_rotation_sweep
 from tests.benchmarks.basis_rotation_cost import DEMO, SMALL, Parts, cost_row
 from tests.benchmarks.basis_rotation_model import (
     Size,
@@ -194,6 +194,30 @@ def test_2nd_bi_is_held_against_the_best_of_all_other_methods() -> None:
     best, of_all = rows["iterations_2nd_bi"], rows["iterations_2nd_bi_all"]
     assert (best.baseline, of_all.baseline) == ("nesterov", "soap")
     assert best.ratio < 1 < of_all.ratio and "best of adamw, nesterov, soap" in of_all.setting
+
+
+def test_close_methods_are_repeated_at_the_rates_that_two_seeds_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Kind, list[Run]]] = []
+
+    def trained(plan: Plan, kind: Kind, runs: list[Run], *_: object) -> list[dict[str, object]]:
+        asked.append((kind, runs))
+        ends = {1: 1.8, 32: 2.52}
+        curves = [[4 - (4 - ends[run.depth]) * k / 20 for k in range(21)] for run in runs]
+        return [
+            {"kind": kind, "lr": run.lr, "depth": run.depth, "seed": run.seed, "curve": curve}
+            for run, curve in zip(runs, curves, strict=True)
+        ]
+
+    monkeypatch.setattr(basis_rotation_sweep, "train", trained)
+    curves = filled()
+    assert basis_rotation.repeated_rows(curves, "long") == []
+    basis_rotation_sweep.repeat(curves, ("adamw", "2nd_bi"), range(2), range(5), 1, lambda line: None)
+    assert asked == [("adamw", [Run(2e-3, depth, seed) for depth in (1, 32) for seed in (2, 3, 4)])]
+    rows = {row.name: row for row in basis_rotation.repeated_rows(curves, "long")}
+    assert set(rows) == {"slowdown_adamw_long_5_seeds"}
+    row = rows["slowdown_adamw_long_5_seeds"]
+    assert (row.value, row.baseline_value) == (500, 375)
+    assert "to 2.67 nats" in row.setting and "5 seeds" in row.setting  # seeds 2 to 4 end higher than the first two
 
 
 def test_kept_runs_stay_those_of_their_plan_and_of_their_method_s_form(tmp_path: Path) -> None:
