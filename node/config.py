@@ -101,7 +101,7 @@ class NodeConfig(BaseSettings):
     relay_tunnels: int = _setting(256, "calls' connections carried at once", "an integer from 1 to 4096", ge=1, le=4096)
     port_mapping: bool = _setting(
         True,
-        "ask the home router for the ports when listening on 0.0.0.0 (UPnP; NAT-PMP: the DHT's alone)",
+        "ask the home router for the ports when listening on 0.0.0.0 (UPnP or NAT-PMP)",
         "true or false",
     )
     device: str = _setting("auto", "what trains", "auto, cpu, cuda or cuda:N")

@@ -111,8 +111,8 @@ def finding_of(
     text = f"{sum(map(bool, answers))} of {len(answers)} peers reached {tried}: {_in_the_way(addresses)}; {carried}"
     port = addresses[-1].rpartition(":")[2]
     remedy = (
-        f"nothing needs to be done while a relay is there; to be dialled, turn UPnP on in the router, or open TCP port "
-        f"{port} (--grpc-port) in the firewall and forward it in the router, or say --announce HOST:{port} for where "
+        f"nothing needs to be done while a relay is there; to be dialled, turn UPnP or NAT-PMP on in the router, or "
+        f"open TCP port {port} (--grpc-port) in the firewall and forward it in the router, or say --announce HOST:{port} for where "
         "others reach this machine"
     )
     return Finding(NAME, "warn" if relays else "fail", text, remedy)

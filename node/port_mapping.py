@@ -12,7 +12,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 
-from peerloom.node.gateway import Gateway, GatewayRefused, find_gateways
+from peerloom.node.gateway import Gateway, GatewayRefused
+from peerloom.node.nat_pmp import nat_pmp_gateways
+from peerloom.node.upnp import upnp_gateways
 from peerloom.protocol.errors import LinkError
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,11 @@ WITHDRAW_S = 2.0  # at the end
 PORTS_TRIED = 4  # when the router has given our port to another machine
 
 Find = Callable[[], Awaitable[list[Gateway]]]
+
+
+async def find_gateways() -> list[Gateway]:
+    """Routers to ask, those first that said that they forward; raises nothing."""
+    return [*await upnp_gateways(), *nat_pmp_gateways()]
 
 
 class PortMapping:

@@ -23,7 +23,7 @@ UPNP_CHAINS = (  # as the package's own script sets them up
 UPNP_CONFIG = """
 ext_ifname=wan
 listening_ip=lan
-enable_upnp=yes
+enable_upnp={upnp}
 enable_natpmp=yes
 secure_mode=yes
 uuid=00000000-0000-0000-0000-000000000001
@@ -124,8 +124,8 @@ class Net:
             self.run(router, "iptables", "-A", chain, *new)
         return address
 
-    def upnp(self, router: str, folder: Path) -> None:
-        """Has a router of `nat` forward ports to those who ask, by miniupnpd; its files lie in `folder`."""
+    def forwarding(self, router: str, folder: Path, *, upnp: bool = True) -> None:
+        """Has a router of `nat` forward ports to those who ask by NAT-PMP, and UPnP; its files lie in `folder`."""
         for table, base, *match in UPNP_CHAINS:
             chain = "MINIUPNPD-POSTROUTING" if base == "POSTROUTING" else "MINIUPNPD"
             self.run(router, "iptables-legacy", "-t", table, "-N", chain)
@@ -133,7 +133,7 @@ class Net:
         forwarded = ("-i", "wan", "-m", "conntrack", "--ctstate", "DNAT", "-j", "ACCEPT")
         self.run(router, "iptables", "-I", "FORWARD", *forwarded)
         config = folder / f"{router}.conf"
-        config.write_text(UPNP_CONFIG.format(leases=folder / f"{router}.leases"))
+        config.write_text(UPNP_CONFIG.format(leases=folder / f"{router}.leases", upnp="yes" if upnp else "no"))
         command = ("miniupnpd", "-d", "-f", str(config), "-P", str(folder / f"{router}.pid"))
         with (folder / f"{router}.log").open("wb") as log:
             process = subprocess.Popen(

@@ -23,13 +23,13 @@ pytestmark = [
 class Home:
     """A public node, and two behind one router: one that asks it for a port, and one that does not."""
 
-    def __init__(self, net: Net, folder: Path) -> None:
+    def __init__(self, net: Net, folder: Path, *, upnp: bool) -> None:
         self.net, self.folder = net, folder
         self.started: list[Peer] = []
         self.public = net.public("seed")
         self.outer = net.nat("router")
         self.inner = {host: net.behind("router", host) for host in ("asks", "silent")}
-        net.upnp("router", folder)
+        net.forwarding("router", folder, upnp=upnp)
 
     def start(self, host: str, *arguments: str, **variables: str) -> Node:
         node = Node(
@@ -60,10 +60,10 @@ class Home:
         return node.wait_for(f"{host} as it should be", look)
 
 
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
+@pytest.fixture(scope="module", params=["upnp", "nat_pmp"])
+def home(request: pytest.FixtureRequest) -> Iterator[Home]:
     with swarm_folder() as folder, Net() as net:
-        made = Home(net, folder)
+        made = Home(net, folder, upnp=request.param == "upnp")
         try:
             made.rise()
             yield made
@@ -80,7 +80,7 @@ def test_a_node_whose_router_forwards_is_direct_and_its_neighbour_is_not(home: H
     via = home.row("silent", lambda row: row["reach"] == "via" and bool(row["via"]))
     assert via["addresses"] == [f"{home.inner['silent']}:{via['addresses'][0].rpartition(':')[2]}"]
     rules = home.net.forwarded("router")
-    assert f"--dport {mapped.rpartition(':')[2]}" in rules
+    assert f"--dport {mapped.rpartition(':')[2]}" in rules and rules.count("--dport") == 3  # calls, relay, DHT
 
     # p2pd's own port is mapped as well: the node carries its neighbour, which nobody outside could otherwise ask of it
     both = home.row("silent", lambda row: len(row["via"]) == 2)

@@ -11,12 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from peerloom.node import gateway, port_mapping
+from peerloom.node import port_mapping, upnp
 from peerloom.node.config import NodeConfig
-from peerloom.node.gateway import GatewayRefused, UpnpGateway
+from peerloom.node.gateway import GatewayRefused
 from peerloom.node.grpc_transport import GrpcTransport
 from peerloom.node.port_mapping import RENEW_S, RETRY_S, PortMapping
 from peerloom.node.reaching import leg_mapping_of, port_mapping_of
+from peerloom.node.upnp import UpnpGateway
 from peerloom.node.virtual_time import run_virtual
 from peerloom.protocol.errors import LinkError
 
@@ -188,9 +189,9 @@ async def test_a_router_without_leases_gets_a_mapping_without_one() -> None:
 
 
 def test_a_router_may_name_no_other_host() -> None:
-    assert gateway._is_its_own("http://192.168.1.1:5000/root.xml", "192.168.1.1")
+    assert upnp._is_its_own("http://192.168.1.1:5000/root.xml", "192.168.1.1")
     for location in ("http://8.8.8.8/", "https://192.168.1.1/", "http://router/", "file:///etc/passwd", "http://[", ""):
-        assert not gateway._is_its_own(location, "192.168.1.1"), location
+        assert not upnp._is_its_own(location, "192.168.1.1"), location
 
 
 async def test_an_endless_description_is_given_up_and_another_host_not_called() -> None:
@@ -216,11 +217,11 @@ async def test_an_endless_description_is_given_up_and_another_host_not_called() 
         await site.start()
         port = runner.addresses[0][1]
         async with asyncio.timeout(30.0):
-            assert await gateway._described(f"http://127.0.0.1:{port}/root.xml") is None
+            assert await upnp._described(f"http://127.0.0.1:{port}/root.xml") is None
         assert served < 64 << 20
         from async_upnp_client.const import HttpRequest
 
-        requester = gateway._requester("http://127.0.0.2:1/root.xml")
+        requester = upnp._requester("http://127.0.0.2:1/root.xml")
         with pytest.raises(aiohttp.ClientError, match="another host"):
             await requester.async_http_request(HttpRequest("GET", f"http://127.0.0.1:{port}/root.xml", {}, None))
     finally:
