@@ -112,8 +112,8 @@ def finding_of(
     port = addresses[-1].rpartition(":")[2]
     remedy = (
         f"nothing needs to be done while a relay is there; to be dialled, turn UPnP or NAT-PMP on in the router, or "
-        f"open TCP port {port} (--grpc-port) in the firewall and forward it in the router, or say --announce HOST:{port} for where "
-        "others reach this machine"
+        f"open TCP port {port} (--grpc-port) in the firewall and forward it in the router, or say --announce "
+        f"HOST:{port} for where others reach this machine"
     )
     return Finding(NAME, "warn" if relays else "fail", text, remedy)
 
