@@ -21,9 +21,15 @@ def join(host: str, port: int) -> str:
 
 def announced(entry: str, port: int) -> str:
     """What the user says peers should dial, with the bound port where it names none."""
+    host = host_of(entry)
+    return entry if host != entry else join(entry.strip("[]"), port)
+
+
+def host_of(entry: str) -> str:
+    """HOST of HOST:PORT or [IPV6]:PORT, and of HOST itself."""
     host, colon, tail = entry.rpartition(":")
     names_port = colon and tail.isdigit() and (":" not in host or host.endswith("]"))
-    return entry if names_port else join(entry.strip("[]"), port)
+    return host if names_port else entry
 
 
 def dialable(bound: Iterable[tuple[str, int]]) -> tuple[str, ...]:

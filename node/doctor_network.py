@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ UPLOADS_AT_ONCE = 4
 DOWNLOAD_BYTES = 64 << 20  # at most
 LOOK_S = 20.0
 
-AskBack = Callable[[NodeConfig, Observer], Awaitable[Finding]]
+AskBack = Callable[[NodeConfig, Observer], AsyncGenerator[Finding, None]]
 
 
 @dataclass(slots=True)
@@ -83,7 +83,9 @@ async def network_findings(
         trainers = [record for record in records if record.role == "trainer" and record.layout_digest]
         told = f"run {observer.spec.run_id} ({observer.spec.name}), {len(records)} nodes, {len(trainers)} of them train"
         yield Finding("swarm", "ok", told)
-        yield await ask_back(config, observer)
+        async with aclosing(ask_back(config, observer)) as reaching:
+            async for line in reaching:
+                yield line
         if measure and trainers:
             found.down_bytes_per_s = await _download(observer, trainers)
             yield _bandwidth("download", found.down_bytes_per_s, "from a trainer")

@@ -120,6 +120,7 @@ def test_the_doctor_finds_the_way_to_the_swarm(swarm: Swarm) -> None:
     levels = {check["name"]: check["level"] for check in told["checks"]}
     assert levels[f"seed {swarm.invite.split('#')[0][-8:]}"] == levels["clock"] == levels["swarm"] == "ok"
     assert levels["upload"] == levels["download"] == "ok"
+    assert levels["reachability"] == levels["relay reachability"] == "ok"
     found = told["benchmark"]
     assert found["model"] == "tiny" and 0 < found["training_share"] < 1
     assert found["contribution_tokens_per_s"] < found["tokens_per_s"]
