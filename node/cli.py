@@ -146,7 +146,11 @@ def run_init(
     path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The file to write.")] = Path("run.toml"),
     method: Annotated[str, typer.Option(help="gasloc, seedflow or pipeline.")] = "gasloc",
     nodes: Annotated[
-        int, typer.Option(min=1, help="How many you expect: from 8 on, gasloc's nodes meet in groups of 4.")
+        int,
+        typer.Option(
+            min=1,
+            help="How many you expect: from 8 on, gasloc's nodes meet in groups of 4; seedflow has as many `clients`.",
+        ),
     ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:

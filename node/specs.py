@@ -10,6 +10,7 @@ from peerloom.node.identity import Identity, verify
 from peerloom.protocol.errors import AuthenticationError, ConfigError, LimitExceeded, MalformedMessage, SpecError
 from peerloom.protocol.runspec import RunSpec, TrainSpec
 from peerloom.protocol.spec_gasloc import for_swarm
+from peerloom.protocol.spec_seedflow import for_fine_tuning
 from peerloom.protocol.types import SignedSpec
 
 MAX_SPEC_BYTES = 65_536
@@ -26,8 +27,8 @@ TEMPLATE = HEADING.format(but="") + RunSpec().template()
 def template(method: str, nodes: int = 1) -> str:
     """A run.toml of a method with all its keys, for about so many nodes; raises SpecError for a method that is none.
 
-    A pipeline's names what its late gradients want. A text that leaves these keys out has AdamW in a pipeline too: its
-    run id is that of its values, and so of the defaults, which stay.
+    A pipeline's names what its late gradients want, SeedFlow's what fine-tuning does. A text that leaves these keys out
+    has the defaults, AdamW in a pipeline too: its run id is that of its values, and the defaults stay.
     """
     if method == RunSpec().method:
         plain = RunSpec()
@@ -36,6 +37,10 @@ def template(method: str, nodes: int = 1) -> str:
             return TEMPLATE
         return HEADING.format(but=f", but [gasloc]'s form, which is for {nodes} nodes or so") + spec.template()
     spec = replace(RunSpec(), method=method)  # type: ignore[arg-type]  # template() says if it is none
+    if method == "seedflow":
+        keys = "`rank`, `period`, `decay`, `clients` and `scalar_bound`"
+        changed = f", but `method` and\n# {keys}, as fine-tuning wants them"
+        return HEADING.format(but=changed) + replace(spec, seedflow=for_fine_tuning(nodes, spec.seedflow)).template()
     if method != "pipeline":
         return HEADING.format(but=", but `method`") + spec.template()
     changed = ", but `method`, `optimizer`, its rate and `beta2`"

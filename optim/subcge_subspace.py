@@ -17,8 +17,10 @@ class Subspace:
     The factors are a function of (seed, period): the same bits on every machine. The paper is silent on their
     distribution; N(0, 1) is taken, since then, with p, q uniform, E[<G, Z> Z] = G over the factors, and no scale is
     needed beside MeZO. (Orthonormal ones would need m n / r^2.) It is silent too on the order of the coordinate and the
-    sign of the direction: p is of the rows, q of the columns, and the sign is plus. A tensor of 3 or more dimensions is
-    taken as (shape[0], rest); for those of fewer than 2 see `SmallTensors`.
+    sign of the direction: p is of the rows, q of the columns, and the sign is plus. The mean over N messages of one
+    period has about 1 + N / rank^2 times the variance that it has with full-rank Gaussian directions (ours; for ranks
+    well below the sides), so that a rank^2 of several N loses little to MeZO. A tensor of 3 or more dimensions is taken
+    as (shape[0], rest); for those of fewer than 2 see `SmallTensors`.
 
     `left` is (rank, rows), `right` (rank, columns), float32. Raises ValueError for a rank below 1, fewer than 2
     dimensions or an empty shape.

@@ -38,6 +38,7 @@ RUN: Final = {  # a command, without its comment: the test that runs it
     "peer run check run.toml --base": "unit/node/test_base.py::"
         "test_a_base_that_the_run_does_not_name_is_refused_and_the_command_says_which_it_is",
     "peer run init --method pipeline": "unit/node/test_cli.py::test_run_init_then_check",
+    "peer run init --method seedflow --nodes 4": "unit/node/test_cli.py::test_run_init_then_check",
     "peer run init --nodes 16": "unit/node/test_cli.py::test_run_init_then_check",
     "peer bootstrap --run run.toml": _RUN,
     "peer join --run run.toml --home HOME": _RUN,

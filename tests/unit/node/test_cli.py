@@ -255,6 +255,8 @@ def test_run_init_then_check(peer: Peer, tmp_path: Path) -> None:
     assert RunSpec().run_id in result.stdout
     assert peer("run", "init", "deep.toml", "--method", "pipeline").exit_code == 0
     assert "method pipeline" in peer("run", "check", "deep.toml").stdout
+    assert peer("run", "init", "thin.toml", "--method", "seedflow", "--nodes", "4").exit_code == 0
+    assert "method seedflow" in peer("run", "check", "thin.toml").stdout
     assert peer("run", "init", "many.toml", "--nodes", "16").exit_code == 0
     assert RunSpec().run_id not in peer("run", "check", "many.toml").stdout
     result = peer("run", "init", "odd.toml", "--method", "magic")

@@ -238,7 +238,7 @@ def small_upper() -> tuple[UpperLayers, Cached]:
 
 
 def test_the_rows_name_every_swarm_and_what_was_left_out() -> None:
-    found = {name: (0.8 + clients / 100, 0.0) for name, (_, clients) in SWARMS.items()} | {"AdamW": (0.9, 0.0)}
+    found = {name: (0.8 + run.clients / 100, 0.0) for name, run in SWARMS.items()} | {"AdamW": (0.9, 0.0)}
     made = {row.name: row for row in rows(found, 0.5, 3)}
     compared = made["accuracy_n16_mezo"]
     assert (compared.value, compared.baseline_value) == (found["SeedFlow 16"][0], found["MeZO 16"][0])

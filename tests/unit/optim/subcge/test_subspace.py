@@ -52,6 +52,23 @@ def test_estimates_are_unbiased_over_subspaces(shape: tuple[int, ...]) -> None:
     assert (mean * gradient).sum() / gradient.norm() ** 2 == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(("rank", "messages"), [(4, 8), (4, 64), (16, 64)])
+def test_a_period_s_mean_is_noisier_by_its_messages_over_its_directions(rank: int, messages: int) -> None:
+    """What is said of the choice of a rank: 1 + N / r^2 times the variance that full-rank directions have, d / N."""
+    side, periods = 96, 120
+    generator = torch.Generator().manual_seed(5)
+    gradient = torch.randn(side, side, generator=generator)
+    found = []
+    for period in range(periods):
+        subspace = Subspace((side, side), rank, seed=1, period=period)
+        slopes = subspace.left @ gradient @ subspace.right.T
+        counts = torch.bincount(torch.randint(rank**2, (messages,), generator=generator), minlength=rank**2)
+        mean = subspace.left.T @ (slopes * counts.view(rank, rank) / messages) @ subspace.right
+        found.append(((mean - gradient) ** 2).sum() / (gradient**2).sum())
+    expected = side**2 / messages * (1 + messages / rank**2)
+    assert torch.stack(found).mean().item() == pytest.approx(expected, rel=0.35)
+
+
 def test_periods_seeds_and_sides_are_apart() -> None:
     first = Subspace((8, 8), 4, seed=1, period=0)
     assert torch.equal(first.left, Subspace((8, 3), 4, seed=1, period=0).left)
