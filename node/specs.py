@@ -38,7 +38,7 @@ def template(method: str, nodes: int = 1) -> str:
         return HEADING.format(but=f", but [gasloc]'s form, which is for {nodes} nodes or so") + spec.template()
     spec = replace(RunSpec(), method=method)  # type: ignore[arg-type]  # template() says if it is none
     if method == "seedflow":
-        keys = "`rank`, `period`, `decay`, `clients` and `scalar_bound`"
+        keys = "`period`, `decay`, `clients` and `scalar_bound`"
         changed = f", but `method` and\n# {keys}, as fine-tuning wants them"
         return HEADING.format(but=changed) + replace(spec, seedflow=for_fine_tuning(nodes, spec.seedflow)).template()
     if method != "pipeline":

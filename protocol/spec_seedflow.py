@@ -29,7 +29,7 @@ class SeedflowSpec(Table):
         1,
         1024,
         "r: columns of a matrix's shared factors U and V. A period's messages share r^2 directions: their mean is\n"
-        "1 + clients * period / r^2 times as noisy as with a direction each; a high r makes applying them dearer",
+        "1 + clients * period / r^2 times as noisy as with one each. A node keeps 8 * r^2 bytes a matrix and period",
     )
     period: int = number(1000, 1, 10**7, "T: steps after which new factors are drawn")
     eps: float = number(1e-3, 0, 10, "the two points are theta + eps z and theta - eps z", open_low=True)
@@ -100,15 +100,10 @@ class SeedflowSpec(Table):
 def for_fine_tuning(clients: int, plain: SeedflowSpec) -> SeedflowSpec:
     """`plain` with what was best where a pre-trained model was fine-tuned; one client stands for an unknown number.
 
-    `python -m tests.benchmarks.seedflow_report` has the runs: clipped slopes and a falling rate at 5,000 steps, periods
-    of 100, and the rank at which 16 clients' messages of a period are still fewer than its directions. The rate is left
-    as it is: it hangs on how much is trained (one layer of SmolLM2-135M took 1e-2 with 16 clients, 3e-3 with one).
+    `python -m tests.benchmarks.seedflow_report` has the runs: clipped slopes, a falling rate and periods of 100. The
+    learning rate is left as it is: it hangs on how much is trained (one layer of SmolLM2-135M took 1e-2 with 16
+    clients, 3e-3 with one). So is the rank, though 128 was better for that layer: sums are 8 rank^2 bytes a matrix and
+    period, which for all of a model is more than the model.
     """
-    return replace(
-        plain,
-        rank=128,
-        period=100,
-        decay="linear",
-        scalar_bound=1.0,
-        clients=clients if clients > 1 else plain.clients,
-    )
+    weighed = clients if clients > 1 else plain.clients
+    return replace(plain, period=100, decay="linear", scalar_bound=1.0, clients=weighed)

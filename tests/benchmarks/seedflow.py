@@ -26,13 +26,12 @@ from typing import Any
 import torch
 
 from peerloom.optim.subcge import MeZO, SubCGE
-from peerloom.protocol.spec_seedflow import SeedflowSpec, for_fine_tuning
 from tests.benchmarks import seedflow_flood
 from tests.benchmarks.rows import Row, main, median
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, SMOLLM2, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed
 from tests.benchmarks.seedflow_hops import perform as perform_delayed
-from tests.benchmarks.seedflow_llama import BATCH, LENGTH, PERIOD, RANK, llama, loss_of, tokens
+from tests.benchmarks.seedflow_llama import BATCH, LENGTH, PERIOD, QUALITY_RANK, RANK, llama, loss_of, tokens
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "seedflow"
@@ -40,7 +39,6 @@ CLIENTS, STEPS, FLUSH = 16, 5000, 5  # the paper's
 MESSAGES = 1024
 HOP_STEPS, HOP_RATES = 400, (0.01, 0.03)  # 6 CPU seconds a run; at 0.1 all diverge, the complete graph too
 PAPER_BYTES = 400e3
-FINE_TUNING = for_fine_tuning(CLIENTS, SeedflowSpec())
 SCALAR_DEVIATION = 8.0  # of the slopes on the wire; the quality runs' are below it
 REPLAYED = {True: 1, False: 4}  # messages in a turn of the replay, whose time is linear in them
 
@@ -81,7 +79,7 @@ def speed_rows(quick: bool, turns: int) -> list[Row]:
         replays.append(seconds(mezo.apply, messages(turn, replayed)) * MESSAGES / replayed)
         flushes.append(seconds(flow.apply, messages(turn + turns, CLIENTS * FLUSH)))
     flushed = median(flushes) / FLUSH
-    wide = rank_of_fine_tuning(model, turns)
+    wide = wide_flush(model, turns)
     ours = median(steps) + flushed
     half = median(half_steps) + flushed
     sizes = f"Llama of 135 M, rank {RANK}, 1 thread"
@@ -102,16 +100,16 @@ def speed_rows(quick: bool, turns: int) -> list[Row]:
             f"{flush}, {sizes}, batch {BATCH // 2} x {LENGTH} tokens: a flush costs the same whatever the batch",
         ),
         row(
-            f"apply_share_rank_{FINE_TUNING.rank}", wide, "CPU s a step", "whole step", median(steps) + wide,
-            f"{flush}, Llama of 135 M, rank {FINE_TUNING.rank}, 1 thread, batch {BATCH} x {LENGTH} tokens",
+            f"apply_share_rank_{QUALITY_RANK}", wide, "CPU s a step", "whole step", median(steps) + wide,
+            f"{flush}, Llama of 135 M, rank {QUALITY_RANK}, 1 thread, batch {BATCH} x {LENGTH} tokens",
         ),
     ]  # fmt: skip
 
 
-def rank_of_fine_tuning(model: torch.nn.Module, turns: int) -> float:
-    """Seconds a step that flushes take at the rank that `peer run init` writes, after a whole period's messages."""
-    flow = SubCGE(model, rank=FINE_TUNING.rank, period=PERIOD, eps=1e-3, lr=1e-9, run_seed=1)
-    flow.apply(messages(turns, CLIENTS * FINE_TUNING.period))
+def wide_flush(model: torch.nn.Module, turns: int) -> float:
+    """Seconds a step that flushes take at the rank of the quality runs, once all directions were used."""
+    flow = SubCGE(model, rank=QUALITY_RANK, period=PERIOD, eps=1e-3, lr=1e-9, run_seed=1)
+    flow.apply(messages(turns, 2 * MESSAGES))
     return median([seconds(flow.apply, messages(turn, CLIENTS * FLUSH)) for turn in range(turns)]) / FLUSH
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.rows import Row, main
+from tests.benchmarks.seedflow_llama import QUALITY_RANK
 from tests.benchmarks.seedflow_quality import (
     CHARACTERS,
     FLUSH,
@@ -41,13 +42,12 @@ STEPS = int(os.environ.get("SEEDFLOW_STEPS", "5000"))  # local steps of every cl
 SETTINGS = Run(
     method="seedflow", clients=16, steps=STEPS, lr=1e-2, decay="linear", bound=1.0, period=100, batch=32
 )
-# A period's directions are r * r, and 16 clients send 1,600 messages in it: at a rank of 32 most directions come more
-# than once, and the noise of a period is not averaged over messages but over 1,024 directions.
-RANK = 128
+# The rank: 16 clients send 1,600 messages a period, which at 32 share 1,024 directions and at 128 have 16,384. A
+# period's mean is 2.6 and 1.1 times as noisy as MeZO's then (optim/subcge_subspace.py); by seeds 32 was worse.
 SWARMS = {  # in the order in which a run that is cut short says the most
-    "SeedFlow 16": replace(SETTINGS, rank=RANK),
-    "SeedFlow 4": replace(SETTINGS, rank=RANK, clients=4),
-    "SeedFlow 1": replace(SETTINGS, rank=RANK, clients=1),
+    "SeedFlow 16": replace(SETTINGS, rank=QUALITY_RANK),
+    "SeedFlow 4": replace(SETTINGS, rank=QUALITY_RANK, clients=4),
+    "SeedFlow 1": replace(SETTINGS, rank=QUALITY_RANK, clients=1),
     "MeZO 16": replace(SETTINGS, method="mezo"),  # has no rank
 }
 MESSAGE_BYTES = 4.8  # a message over an edge, counted by seedflow_flooded
@@ -83,7 +83,7 @@ def rows(found: dict[str, tuple[float, float]], zero: float, seeds: int) -> list
     """Accuracies, and the gain of 16 clients over zero-shot against AdamW's."""
     about = (
         f"SmolLM2-135M, film reviews (those over {CHARACTERS} characters left out), upper {UPPER} layers over cached "
-        f"activations, {SIZES['train']} examples, batch {SETTINGS.batch} a client, rank {RANK}, "
+        f"activations, {SIZES['train']} examples, batch {SETTINGS.batch} a client, rank {QUALITY_RANK}, "
         f"{STEPS} steps a client, "
         f"{SIZES['test']} to test, {seeds} seeds, zero-shot {zero:.3f}; "
         f"AdamW {FIRST_ORDER_STEPS} steps without weight decay; MeZO's "

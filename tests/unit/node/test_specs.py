@@ -70,12 +70,12 @@ def test_the_pipeline_s_template_and_demo_name_the_optimizer_that_bears_delay() 
 def test_seedflow_s_template_is_what_fine_tuning_wants_and_weighs_messages_by_the_nodes() -> None:
     spec = RunSpec.from_toml(template("seedflow"))
     assert spec == replace(RunSpec(), method="seedflow", seedflow=spec.seedflow)
-    chosen = (spec.seedflow.rank, spec.seedflow.period, spec.seedflow.scalar_bound, spec.seedflow.decay)
-    assert chosen == (128, 100, 1.0, "linear")
+    chosen = (spec.seedflow.period, spec.seedflow.scalar_bound, spec.seedflow.decay)
+    assert chosen == (100, 1.0, "linear")
     assert spec.seedflow.clients == 16
     few = RunSpec.from_toml(template("seedflow", 4))
     assert few == replace(spec, seedflow=replace(spec.seedflow, clients=4))
-    named = "# `rank`, `period`, `decay`, `clients` and `scalar_bound`, as fine-tuning wants them."
+    named = "# `period`, `decay`, `clients` and `scalar_bound`, as fine-tuning wants them."
     assert named in template("seedflow", 4).splitlines()[2]
 
 
