@@ -52,6 +52,7 @@ _SINGLE = {  # the metric's name without its prefix, and what it says
     "flood_links_failed": "Links of the flood that could not be opened",
     "flood_log_failed": "Batches that the disk refused to log",
     "flood_own": "Own messages flooded",
+    "flood_own_overtaken": "Own steps dropped: earlier messages of this node came back meanwhile",
     "flood_payload_bytes": "Batches sent, without signatures and versions",
     "flood_refused_base": "States refused: of another base model",
     "flood_refused_bound": "Batches refused: a scalar outside the bound",

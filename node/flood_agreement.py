@@ -104,7 +104,12 @@ class Agreement:
     async def _give_snapshot(self) -> None:
         asked, self._snapshots = self._snapshots, []
         snapshot, total, step = self._machine.snapshot(), self._machine.total(), self._machine.next_step
-        data = pack(snapshot, await self._worker.export_state())
+        try:
+            data = pack(snapshot, await self._worker.export_state())
+        except BaseException:
+            for future in asked:
+                future.cancel()  # whoever waits is not to wait for ever
+            raise
         manifest = manifest_of(data, round=total, step=step, layout=self._facts.layout_digest, held_out_loss=None)
         for future in asked:
             if not future.done():

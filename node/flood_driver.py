@@ -140,9 +140,9 @@ class FloodDriver:
         finally:
             self._held = None
 
-    async def own_steps(self, step: int, scalars: tuple[int, ...]) -> None:
+    async def own_steps(self, step: int, sequence: int, scalars: tuple[int, ...]) -> None:
         """Floods this node's own steps once they are durable; raises StorageError when they cannot be made so."""
-        effects = self.machine.handle(StepsDone(step, scalars), self._clock.monotonic())
+        effects = self.machine.handle(StepsDone(step, sequence, scalars), self._clock.monotonic())
         self._held = deque()  # or a neighbour that asks meanwhile would be given what a power cut may still take back
         try:
             for effect in effects:

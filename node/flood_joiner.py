@@ -87,6 +87,9 @@ class FloodJoiner:
             if {mark.origin for mark in fetched.snapshot.marks} & machine.cut:
                 log.info("the state of %s counts messages of a liar still", short(donor.peer_id))
                 return False
+            if machine.falls_short(fetched.snapshot):
+                log.info("the state of %s has less of this node's own messages than this node", short(donor.peer_id))
+                return False
             if not machine.check(fetched.snapshot):
                 raise MalformedMessage("its version vector is not what the origins signed")
             await self._worker.adopt_state(fetched.state)

@@ -31,6 +31,7 @@ M = TypeVar("M")
 LOOK_S = 1.0  # between two looks at the swarm while there is nothing to do
 SETTLE_S = 30.0  # how long a node that sees others waits for one to tell how much it has of this node's own messages
 QUIET_S = 2 * REPAIR_S  # a node that has taken all its steps stays until nothing has come for so long
+CLAIMED_S = 2 * QUIET_S  # and no longer for messages that a neighbour tells of and nobody gives
 HASH_EVERY_S = 5.0
 FLUSH_S = 2.0  # of the 10 s that a stop may take
 
@@ -236,7 +237,7 @@ class SeedflowTrainer(Agreement):
         facts.enter("training")
         taken = await self._worker.steps(count, step, sequence)
         if taken.scalars:
-            await driver.own_steps(step, taken.scalars)
+            await driver.own_steps(step, sequence, taken.scalars)
         self.rounds += 1
         self._note_steps(taken, step, sequence, max(self._clock.monotonic() - began, 1e-9))
         if self._machine.next_step // self._spec.eval_every_steps != self._evaluated:
@@ -290,7 +291,8 @@ class SeedflowTrainer(Agreement):
                 await self._hash()
             others = swarm_peers(self._context)
             busy = any(record.state == "training" and record.step < self._spec.max_steps for record in others)
-            if not busy and not self._machine.behind():
+            claimed = self._machine.behind() and now - quiet_since < CLAIMED_S
+            if not busy and not claimed:
                 if now - quiet_since >= (QUIET_S if others else 0.0):
                     return
                 if now - quiet_since >= LOOK_S and evaluated != total:

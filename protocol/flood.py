@@ -32,6 +32,7 @@ from peerloom.protocol.flood_events import (
     Question,
     Received,
     Refusal,
+    Retract,
     Send,
     StepsDone,
 )
@@ -73,12 +74,13 @@ class FloodMachine(Liars):
     def handle(self, event: FloodEvent, now: float) -> list[FloodEffect]:
         """Takes one event; returns what is to be done, in order."""
         self._now, self._done = now, []
+        self._tell_exile()  # it may have come to know by a log, or a state
         match event:
             case Received(peer, body):
                 if (link := self._links.get(peer)) is not None:
                     self._receive(link, body)
-            case StepsDone(step, scalars):
-                self._own_steps(step, scalars)
+            case StepsDone(step, sequence, scalars):
+                self._own_steps(Batch(self._own, sequence, step, scalars))
             case PeersSeen(peers):
                 self._peers = frozenset(peers)
                 self._relink()
@@ -110,14 +112,15 @@ class FloodMachine(Liars):
             case Wants(wants):
                 if self._may(link, "wants", WANT_COST * len(wants) + MAX_PAGE):
                     link.pace.wants.left += self._serve(link, wants)
-            case Proof() if body.origin not in self._proofs:
-                self._judge(link, body)
+            case Proof():
+                if self._may(link, "repeats", PROOF_COST):
+                    self._judge(link, body)
             case HashQuery(number):
                 if self._may(link, "talk", HASH_COST):
                     self._do(Question(link.peer, body))
                 else:
                     self._do(Send(link.peer, HashReply(number, b"")))
-            case Proof() | HashReply():
+            case HashReply():
                 self._may(link, "repeats", PROOF_COST)
 
     def _flush(self) -> None:
@@ -128,13 +131,18 @@ class FloodMachine(Liars):
 
     # own steps
 
-    def _own_steps(self, step: int, scalars: Sequence[int]) -> None:
-        if self._own in self._proofs or not scalars:
+    def _own_steps(self, batch: Batch) -> None:
+        """Signs and floods them, unless messages of earlier lives came while they were taken: then they go again."""
+        if self._own in self._proofs or not batch.scalars:
             return
         history = self._known(self._own).history
-        batch = Batch(self._own, history.next, step, tuple(scalars))
+        if batch.sequence != history.next:
+            self._do(Count("flood_own_overtaken", len(batch.scalars)))
+            self._apply()
+            self._do(Retract((batch,)))
+            return
         chain = fold(history.chain, batch)
-        signature = self._sign(signed_bytes(self._run_id, self._own, batch.end, chain))
+        signature = self._sign(signed_bytes(self._run_id, self._own, batch.end, batch.end_step, chain))
         self._take(Segment(batch, signature, history.chain), chain, own=True)
 
     # messages of others
@@ -250,10 +258,10 @@ class FloodMachine(Liars):
 
     def _prev(self, history: History, segment: Segment) -> bytes | None:
         """The chain before a segment: as its sender says, or as held here; None where neither is known."""
-        if not segment.batch.sequence:
-            return first_chain(self._run_id, history.origin)
         if segment.batch.sequence < history.base:
             return None
+        if not segment.batch.sequence:
+            return first_chain(self._run_id, history.origin)
         return segment.prev or history.chain_at(segment.batch.sequence)
 
     def _extend(
@@ -280,7 +288,8 @@ class FloodMachine(Liars):
         return batch.step > self._latest + self._spec.max_periods_ahead * self._spec.period
 
     def _is_signed(self, batch: Batch, chain: bytes, signature: bytes) -> bool:
-        return self._verify(batch.origin, signed_bytes(self._run_id, batch.origin, batch.end, chain), signature)
+        signed = signed_bytes(self._run_id, batch.origin, batch.end, batch.end_step, chain)
+        return self._verify(batch.origin, signed, signature)
 
     def _take(self, segment: Segment, chain: bytes, *, own: bool) -> None:
         batch = segment.batch

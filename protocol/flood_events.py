@@ -74,9 +74,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class StepsDone:
-    """This node's own local steps, already part of its state: scalars of consecutive steps from `step` on."""
+    """This node's own local steps, already part of its state: scalars of consecutive steps from `step` on.
+
+    `sequence` is that of the first, from which their directions were drawn.
+    """
 
     step: int
+    sequence: int
     scalars: tuple[int, ...]
 
 
@@ -106,7 +110,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Take these messages, applied before, out of the state again: their origin lies."""
+    """Take these messages, applied before, out of the state again: their origin lies, or they stand in nobody's row."""
 
     batches: tuple[Batch, ...]
 

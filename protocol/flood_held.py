@@ -63,6 +63,7 @@ class Held:
         self._fresh: list[Batch] = []  # taken, and not yet told the state
         self._done: list[FloodEffect] = []
         self._timing = False
+        self._exiled = False  # whether this node was told
         self._now = 0.0
 
     # what a driver may ask
@@ -158,17 +159,30 @@ class Held:
             return False
         return all(
             0 < mark.next <= mark.step <= self._spec.max_steps
-            and self._verify(
-                mark.origin, signed_bytes(self._run_id, mark.origin, mark.next, mark.chain), mark.signature
-            )
+            and self._is_marked(mark)
             for mark in snapshot.marks
         ) and all(convicts(proof, self._run_id, self._verify) for proof in snapshot.proofs)
+
+    def falls_short(self, snapshot: Snapshot) -> bool:
+        """Whether it has less of this node's own messages than can be told of here: sequences would be used again."""
+        own = self._sources.get(self._own)
+        if own is None or not own.history.next:
+            return False
+        mark = next((mark for mark in snapshot.marks if mark.origin == self._own), None)
+        if mark is None:
+            return own.history.base > 0
+        return mark.next <= own.history.next and _onwards(own.history, mark) is not own.history
+
+    def _is_marked(self, mark: Mark) -> bool:
+        signed = signed_bytes(self._run_id, mark.origin, mark.next, mark.step, mark.chain)
+        return self._verify(mark.origin, signed, mark.signature)
 
     def adopt(self, snapshot: Snapshot) -> list[Batch]:
         """Goes on from a state that counts exactly these messages; returns what is held beyond them, to be applied."""
         old, self._sources = self._sources, {}
         for proof in snapshot.proofs:
-            self._proofs.setdefault(proof.origin, proof)
+            if len(self._proofs) < MAX_FLOOD_CUT:
+                self._proofs.setdefault(proof.origin, proof)
         for mark in snapshot.marks:
             held = old.get(mark.origin)
             self._sources[mark.origin] = self._source(

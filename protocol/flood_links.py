@@ -25,6 +25,7 @@ class Link:
     heard: bool = False  # whether it has told its versions
     doubts: int = 0
     convicted: set[PeerId] = field(default_factory=set)  # whose proof it was sent in answer to their messages
+    proved: set[PeerId] = field(default_factory=set)  # whose proof it was told of in the present turn through all
     outbox: list[Segment] = field(default_factory=list)
 
     def knows(self, origin: PeerId, end: int) -> None:

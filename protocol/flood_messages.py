@@ -22,7 +22,7 @@ from peerloom.protocol.types import PeerId, RunId
 
 _DOMAIN = b"peerloom-flood-v1\0"
 _MESSAGE = struct.Struct("<qi")
-_PLACE = struct.Struct("<q")
+_PLACE = struct.Struct("<qq")
 
 
 class FloodMessage(NamedTuple):
@@ -190,6 +190,9 @@ def fold(chain: bytes, batch: Batch) -> bytes:
     return chain
 
 
-def signed_bytes(run_id: RunId, origin: PeerId, end: int, chain: bytes) -> bytes:
-    """What an origin signs: the chain below `end`."""
-    return _DOMAIN + run_id.encode() + b"\0" + origin.encode() + b"\0" + _PLACE.pack(end) + chain
+def signed_bytes(run_id: RunId, origin: PeerId, end: int, step: int, chain: bytes) -> bytes:
+    """What an origin signs: the chain below `end`, and the step past the last one there.
+
+    The chain has the steps too, but who is told of a place alone (a Mark) could not tell the step from it.
+    """
+    return _DOMAIN + run_id.encode() + b"\0" + origin.encode() + b"\0" + _PLACE.pack(end, step) + chain

@@ -15,9 +15,9 @@ Verify = Callable[[PeerId, bytes, bytes], bool]  # (peer, data, signature): did 
 def is_signed(segment: Segment, run_id: RunId, verify: Verify) -> bool:
     """Whether the origin signed the chain that begins at `segment.prev` and ends with the batch."""
     batch = segment.batch
-    return verify(
-        batch.origin, signed_bytes(run_id, batch.origin, batch.end, fold(segment.prev, batch)), segment.signature
-    )
+    chain = fold(segment.prev, batch)
+    signed = signed_bytes(run_id, batch.origin, batch.end, batch.end_step, chain)
+    return verify(batch.origin, signed, segment.signature)
 
 
 def convicts(proof: Proof, run_id: RunId, verify: Verify) -> bool:

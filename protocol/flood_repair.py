@@ -15,6 +15,7 @@ from peerloom.protocol.types import PeerId
 
 WANT_S = 10.0  # an answer to a want that has not come by then is asked for again, perhaps elsewhere
 VOUCHERS = 2  # neighbours that must hold messages of an origin that this node never saw; all, with fewer neighbours
+MAX_TOLD = 64  # proofs told in one comparison: far below what a link has room for
 MAX_PACES = 4096  # peers whose buckets are remembered; those that have no link go first
 MAX_FOLDS = 256  # chain values that one version vector may make this node work out, a millisecond each
 BLAMED: frozenset[Refusal] = frozenset({"forged", "false_proof", "bound", "budget", "pace"})  # no honest node does it
@@ -43,10 +44,7 @@ class Repair(Held):
     def _compare(self, link: Link, versions: Versions) -> None:
         link.heard = True
         link.heads = {head.origin: head for head in versions.heads}
-        told = set(versions.cut)
-        for origin, proof in self._proofs.items():
-            if origin not in told:
-                self._do(Send(link.peer, proof))
+        self._tell_proofs(link, frozenset(versions.cut))
         self._folds = MAX_FOLDS
         doubted: list[Want] = []
         for head in versions.heads:
@@ -56,6 +54,15 @@ class Repair(Held):
         if doubted:
             self._do(Send(link.peer, Wants(tuple(doubted))))
         self._pull(link)
+
+    def _tell_proofs(self, link: Link, known: frozenset[PeerId]) -> None:
+        """Those that the peer lacks, a few a comparison; in turn, since it may have refused some for the moment."""
+        lacking = [origin for origin in self._proofs if origin not in known]
+        if lacking and link.proved.issuperset(lacking):
+            link.proved.clear()
+        for origin in [origin for origin in lacking if origin not in link.proved][:MAX_TOLD]:
+            link.proved.add(origin)
+            self._do(Send(link.peer, self._proofs[origin]))
 
     def _differs(self, head: Head) -> bool:
         """Whether the peer holds another history, as far as both go: the segment that ends there is to prove it."""

@@ -22,7 +22,7 @@ class SeedflowSpec(Table):
     """SeedFlow (SeedFlood with SubCGE): a scalar a local step, flooded to all."""
 
     version: int = number(
-        3, 3, 3, "of what a message means; 1 and 2, in which factors were drawn otherwise, are run no more"
+        4, 4, 4, "of what a message means and its origin signs; those before were drawn or signed otherwise"
     )
     rank: int = number(
         32,

@@ -57,7 +57,7 @@ class Origin:
         scalars = tuple(self._rng.randint(-limit, limit) for _ in range(count))
         batch, prev = Batch(self.peer_id, self._next, self._next, scalars), self._chain
         self._chain, self._next = fold(prev, batch), batch.end
-        data = signed_bytes(self._run_id, self.peer_id, batch.end, self._chain)
+        data = signed_bytes(self._run_id, self.peer_id, batch.end, batch.end_step, self._chain)
         return Segment(batch, self._identity.sign(data), prev)
 
 

@@ -91,7 +91,7 @@ def payload_bytes(steps: int) -> float:
     limit = spec.seedflow.scalar_limit()
     for step in range(0, steps, FLUSH):
         for place in rng.sample(range(CLIENTS), CLIENTS):
-            feed(place, StepsDone(step, tuple(rng.randint(-limit, limit) for _ in range(FLUSH))))
+            feed(place, StepsDone(step, step, tuple(rng.randint(-limit, limit) for _ in range(FLUSH))))
             if rng.random() < 0.7:  # some are under way while others are made
                 run()
         run()

@@ -71,7 +71,7 @@ def payload_of(spec: RunSpec, scalars: tuple[int, ...]) -> int:
     )
     machine.handle(LinkUp(other), 0.0)
     writer = FloodWriter()
-    for effect in machine.handle(StepsDone(0, scalars), 0.0):
+    for effect in machine.handle(StepsDone(0, 0, scalars), 0.0):
         if isinstance(effect, Send):
             writer.write(effect.body)
     return writer.payload

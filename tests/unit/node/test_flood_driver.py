@@ -138,7 +138,7 @@ async def test_steps_of_all_reach_all_and_are_durable_before_they_leave(nodes: l
     await until(lambda: all(node.machine.settled() for node in nodes))
     for flush in range(10):
         for node in nodes:
-            await node.driver.own_steps(5 * flush, (flush, -flush, 1, 2, 3))
+            await node.driver.own_steps(5 * flush, 5 * flush, (flush, -flush, 1, 2, 3))
     await until(lambda: all(node.machine.total() == 150 for node in nodes))
     await until(lambda: all(node.applied() == 100 for node in nodes))
     assert len({node.machine.versions() for node in nodes}) == 1
@@ -171,12 +171,12 @@ async def test_batches_that_come_close_together_are_judged_together_and_in_their
     monkeypatch.setattr("peerloom.node.flood_driver.GATHER_S", 3600.0)  # until something else comes, or enough
     link = one.driver._links[two.peer_id]
     for flush in range(4):
-        await one.driver.own_steps(5 * flush, (1, 2, 3, 4, 5))
+        await one.driver.own_steps(5 * flush, 5 * flush, (1, 2, 3, 4, 5))
         await link.idle.wait()
     one.driver.feed(TimerFired("repair"))
     await until(lambda: two.machine.total() == 20)
     assert came == [4, 0]
-    await one.driver.own_steps(20, (6,))
+    await one.driver.own_steps(20, 20, (6,))
     await link.idle.wait()
     await link.stream.close()  # a node that ends says no more: what it said last still counts
     await until(lambda: two.machine.total() == 21)
@@ -192,11 +192,11 @@ async def test_what_was_gathered_from_a_link_counts_however_the_link_ends(
     two.see(one)
     await until(lambda: one.machine.settled() and two.machine.settled())
     one.driver.feed(PeersSeen((two.peer_id,)))
-    await one.driver.own_steps(0, (1,))
+    await one.driver.own_steps(0, 0, (1,))
     await until(lambda: two.applied() == 1)
     monkeypatch.setattr("peerloom.node.flood_driver.GATHER_S", 3600.0)
     link = two.driver._links[one.peer_id]
-    await one.driver.own_steps(1, (2, 3))
+    await one.driver.own_steps(1, 1, (2, 3))
     await until(lambda: bool(link.gathered))
     match how:
         case "no longer a neighbour":
@@ -207,7 +207,7 @@ async def test_what_was_gathered_from_a_link_counts_however_the_link_ends(
                 raise LinkError("over")
 
             monkeypatch.setattr(link.stream, "send", fails)
-            await two.driver.own_steps(0, (9,))
+            await two.driver.own_steps(0, 0, (9,))
         case _:
             two.driver._forget(link)
     await until(lambda: two.machine._held(one.peer_id) == 3 and two.applied() == 3)
@@ -233,7 +233,7 @@ async def test_nobody_is_told_of_own_steps_before_they_are_durable(
     await until(lambda: one.machine.settled() and two.machine.settled())
     durable = threading.Event()
     monkeypatch.setattr(one.log, "sync", lambda: durable.wait(WAIT_S))
-    stepping = asyncio.create_task(one.driver.own_steps(0, (1, 2)))
+    stepping = asyncio.create_task(one.driver.own_steps(0, 0, (1, 2)))
     await until(lambda: one.machine.total() == 2)
     asked = two.machine.handle(TimerFired("repair"), two.swarm.clock.monotonic())  # compares: what does one have?
     for effect in asked:
@@ -251,8 +251,8 @@ async def test_two_that_dial_each_other_at_once_end_with_one_link(nodes: list[No
     one.see(two)
     two.see(one)
     await until(lambda: one.machine.settled() and two.machine.settled())
-    await one.driver.own_steps(0, (1,))
-    await two.driver.own_steps(0, (2,))
+    await one.driver.own_steps(0, 0, (1,))
+    await two.driver.own_steps(0, 0, (2,))
     await until(lambda: one.machine.total() == two.machine.total() == 2)
     assert len(one.driver._links) == len(two.driver._links) == 1
     assert not one.faults and not two.faults
@@ -266,7 +266,7 @@ async def test_a_link_that_breaks_is_made_again_and_what_was_missed_is_asked_for
     one.see(two)
     await until(lambda: one.machine.settled())
     one.driver._forget(one.driver._links[two.peer_id])
-    await one.driver.own_steps(0, (1, 2, 3))
+    await one.driver.own_steps(0, 0, (1, 2, 3))
     two.driver.feed(PeersSeen((one.peer_id,)))
     await until(lambda: two.machine.total() == 3)
 
@@ -285,7 +285,7 @@ async def test_a_bug_in_a_link_s_task_is_told_and_not_met_again_and_again(
         return handle(event, now)
 
     monkeypatch.setattr(two.machine, "handle", broken)
-    await one.driver.own_steps(0, (1,))
+    await one.driver.own_steps(0, 0, (1,))
     await until(lambda: two.driver.failed is not None)
     assert isinstance(two.driver.failed, ZeroDivisionError) and two.driver.changed.is_set()
     assert one.driver.failed is None
@@ -332,11 +332,11 @@ async def test_a_late_joiner_gets_a_state_and_others_confirm_its_hash(nodes: lis
     one, two, late = nodes
     one.see(two)
     two.driver.feed(PeersSeen((one.peer_id,)))
-    await one.driver.own_steps(0, (1, 2, 3))
+    await one.driver.own_steps(0, 0, (1, 2, 3))
     await until(lambda: two.machine.total() == 3)
     fetched = await fetch_state(late.transport, one.record, LAYOUT, 1000)
     assert fetched.state == b"sums of 3" and late.machine.check(fetched.snapshot)
-    await one.driver.own_steps(3, (4, 5))
+    await one.driver.own_steps(3, 3, (4, 5))
     await until(lambda: two.machine.total() == 5)
     answering = asyncio.create_task(two.answer())
     heads = [Head(mark.origin, mark.next, mark.chain) for mark in fetched.snapshot.marks]
@@ -380,7 +380,7 @@ async def test_a_state_that_is_not_what_it_says_is_refused(
     nodes: list[Node], change: Callable[[bytes], bytes], error: type[ProtocolError]
 ) -> None:
     donor, late, _ = nodes
-    await donor.driver.own_steps(0, (1,))
+    await donor.driver.own_steps(0, 0, (1,))
     donor.blob = change
     with pytest.raises(error):
         await fetch_state(late.transport, donor.record, LAYOUT, 1000)

@@ -65,7 +65,7 @@ def machine(own: PeerId, spec: SeedflowSpec = SPEC) -> FloodMachine:
 
 def signed(batch: Batch, prev: bytes, *, tell: bool = True) -> Segment:
     """A segment as its origin makes it."""
-    signature = sign_as(batch.origin, signed_bytes(RUN, batch.origin, batch.end, fold(prev, batch)))
+    signature = sign_as(batch.origin, signed_bytes(RUN, batch.origin, batch.end, batch.end_step, fold(prev, batch)))
     return Segment(batch, signature, prev if tell else b"")
 
 
@@ -170,7 +170,7 @@ class Fabric:
         batch = Batch(member.own, member.machine.next_sequence, member.step, scalars)
         member.state.add([batch])
         member.step += count
-        self.feed(index, StepsDone(batch.step, scalars))
+        self.feed(index, StepsDone(batch.step, batch.sequence, scalars))
 
     def deliver(self, pair: tuple[int, int], *, lose: float = 0.0, repeat: float = 0.0, reorder: bool = False) -> None:
         wire = self.wires.get(pair)

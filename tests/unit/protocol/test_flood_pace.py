@@ -53,7 +53,7 @@ class Node:
         self.now = 0.0
         self.counts: Counter[str] = Counter()
         self.dropped = self.scored = 0
-        self.machine.handle(PeersSeen((NEIGHBOUR, ORIGIN)), 0.0)
+        self.machine.handle(PeersSeen((NEIGHBOUR, ORIGIN, LIAR)), 0.0)
         self.machine.handle(LinkUp(NEIGHBOUR), 0.0)
         assert self.take(Segments((signed(LONG, START),)))
 

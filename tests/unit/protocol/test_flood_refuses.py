@@ -144,7 +144,7 @@ def test_whoever_passes_on_what_no_honest_node_takes_is_scored_and_dropped(reaso
 
 
 def test_a_signature_of_another_run_is_forged_here() -> None:
-    data = signed_bytes(type(RUN)("f" * 16), ORIGIN, FIRST.end, AFTER)
+    data = signed_bytes(type(RUN)("f" * 16), ORIGIN, FIRST.end, FIRST.end_step, AFTER)
     assert Node().refused(Segment(FIRST, sign_as(ORIGIN, data), START)) == "forged"
 
 
@@ -177,7 +177,7 @@ def test_what_was_refused_for_the_moment_is_taken_later() -> None:
     node = Node()
     far = signed(Batch(ORIGIN, 0, 101, (1,)), START)
     assert node.refused(far) == "future"
-    node.machine.handle(StepsDone(0, (1,) * 3), 0.0)
+    node.machine.handle(StepsDone(0, 0, (1,) * 3), 0.0)
     assert scalars_of(node.take(far)) == [1]
 
 
@@ -261,11 +261,11 @@ def test_an_honest_history_in_other_pieces_is_no_lie() -> None:
 
 def test_a_node_whose_own_key_lies_learns_that_it_is_out() -> None:
     node = Node()
-    node.machine.handle(StepsDone(0, (1, 2)), 0.0)
+    node.machine.handle(StepsDone(0, 0, (1, 2)), 0.0)
     chain = first_chain(RUN, OWN)
     effects = node.take(signed(Batch(OWN, 0, 0, (1, 3)), chain))
     assert Exiled() in effects
-    assert node.machine.handle(StepsDone(2, (1,)), 0.0) == []
+    assert node.machine.handle(StepsDone(2, 2, (1,)), 0.0) == []
 
 
 def test_a_node_that_lost_its_log_takes_its_own_messages_back_before_it_goes_on() -> None:

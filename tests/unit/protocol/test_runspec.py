@@ -297,12 +297,12 @@ DIGEST = "0123456789abcdef" * 4
 def test_run_ids_of_texts_without_later_keys_stay_and_seedflows_are_new() -> None:
     """An id is written in every invite, and names the folder in every home."""
     assert RunSpec().run_id == "caf5c1e65c7ee7ae" and replace(RunSpec(), method="pipeline").run_id == "25251ec073f0d60c"
-    assert RunSpec.from_toml('[model]\ndigest = ""\n[seedflow]\nversion = 3\n').run_id == RunSpec().run_id
+    assert RunSpec.from_toml('[model]\ndigest = ""\n[seedflow]\nversion = 4\n').run_id == RunSpec().run_id
     named = replace(RunSpec(), model=ModelSpec(path="hub/name", digest=DIGEST))
     assert f'digest = "{DIGEST}"' in named.canonical() and named.run_id != RunSpec().run_id
     assert RunSpec.from_toml(named.canonical()) == RunSpec.from_toml(named.template()) == named
     flood = replace(RunSpec(), method="seedflow")
-    assert "\nversion = 3\n" in flood.canonical() and flood.run_id != "349e51d1ecd6ff95"
+    assert "\nversion = 4\n" in flood.canonical() and flood.run_id != "349e51d1ecd6ff95"
 
 
 @pytest.mark.parametrize("text", ["abc", DIGEST.upper(), DIGEST + "0", " " + DIGEST[1:]])

@@ -19,7 +19,7 @@ from peerloom.protocol.spec_task import TaskSpec
         (SeedflowSpec(scalar_bound=1e-6), "scalar_bound = 1e-06: scalar_bound * 2^fraction_bits must be from 1"),
         (SeedflowSpec(scalar_bound=2.0**20, fraction_bits=12), "must be from 1 to 2147483647"),
         (SeedflowSpec(max_steps=10**8, period=10**6, scalar_bound=2.0**18), "= 100000000: must be at most 1894 with"),
-        (SeedflowSpec(version=1), "version = 1: must be an integer from 3 to 3"),
+        (SeedflowSpec(version=1), "version = 1: must be an integer from 4 to 4"),
         (SeedflowSpec(period=1), "period = 1: must be at least 2 with max_steps = 5000"),
         (SeedflowSpec(rate_burst=4), "rate_burst = 4: must be at least flush_steps, which is 5"),
         (SeedflowSpec(trainable="("), "trainable = '(': must be a regular expression"),
