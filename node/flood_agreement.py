@@ -82,9 +82,19 @@ class Agreement:
     async def _resync(self, driver: FloodDriver, origin: str) -> None:
         assert self._joiner is not None  # ours: set by _resume
         self._facts.enter("fetching", f"its state counts messages of {short(origin)}, which lied; fetching another")
-        while not await self._joiner.join(needed=True, dropped=driver.changes.clear):
-            self._check_driver(driver)
-            await unless_draining(self._context.draining, asyncio.sleep(RESYNC_RETRY_S))
+        self._mute(driver)  # who asks now, maybe in the same need, is not to wait
+        try:
+            while not await self._joiner.join(needed=True, dropped=driver.changes.clear, driver=driver):
+                self._check_driver(driver)
+                await unless_draining(self._context.draining, asyncio.sleep(RESYNC_RETRY_S))
+        finally:
+            driver.mute = False
+
+    def _mute(self, driver: FloodDriver) -> None:
+        driver.mute = True
+        while driver.questions:
+            peer, query = driver.questions.popitem()
+            driver.answer(peer, query.number, b"")
 
     async def _answer(self, driver: FloodDriver) -> None:
         peer, query = driver.questions.popitem()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from peerloom.node.flood_asking import Asking
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.logs import short
 from peerloom.node.seams import Clock, MessageStream, Transport
@@ -38,6 +39,7 @@ from peerloom.protocol.flood_messages import (
     FrameBody,
     HashQuery,
     HashReply,
+    Head,
     Proof,
     Segment,
     Segments,
@@ -109,12 +111,14 @@ class FloodDriver:
         self.questions: dict[PeerId, HashQuery] = {}  # one a peer: the newest
         self.changed = asyncio.Event()
         self.exiled = False
+        self.mute = False  # no hash can be told now: its state is being replaced
         self.failed: Exception | None = None
         self._own, self._transport, self._clock, self._log = own, transport, clock, flood_log
         self._records, self._count, self._score = records, count, score
         self._links: dict[PeerId, _Link] = {}
         self._keepers: dict[PeerId, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._asking = Asking()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._shut: dict[PeerId, float] = {}  # until when
         self._closed = False
@@ -161,6 +165,16 @@ class FloodDriver:
         """Answers a question, if the peer is still there."""
         self._put(peer, HashReply(number, digest))
 
+    def linked(self, peer: PeerId) -> bool:
+        """Whether a link with the peer stands."""
+        return peer in self._links
+
+    async def ask(self, peer: PeerId, heads: Sequence[Head]) -> bytes:
+        """A neighbour's word for the hash of the state that counts exactly these messages, as `ask_hash`."""
+        if peer not in self._links:
+            raise LinkError("there is no link with it")
+        return await self._asking.ask(peer, heads, lambda query: self._put(peer, query))
+
     async def flush(self, timeout_s: float) -> None:
         """Waits until all that is queued has been handed to the streams."""
         try:
@@ -202,6 +216,8 @@ class FloodDriver:
                 self._set_timer(name, at)
             case ScorePeer(peer, fault):
                 self._score(peer, fault)
+            case Question(peer, query) if self.mute:
+                self.answer(peer, query.number, b"")
             case Question(peer, query):
                 self.questions[peer] = query
                 self.changed.set()
@@ -332,6 +348,7 @@ class FloodDriver:
             return  # what it brought closed it
         del self._links[link.peer]
         self.questions.pop(link.peer, None)
+        self._asking.ended(link.peer)
         link.idle.set()
         self.feed(LinkDown(link.peer))
         for task in link.tasks:
@@ -376,6 +393,8 @@ class FloodDriver:
         """Lets batches wait for those right behind them; whatever else comes goes on after them, at once."""
         if self._links.get(link.peer) is not link:
             return  # frames that were at hand when it was closed
+        if isinstance(body, HashReply) and self._asking.answered(link.peer, body):
+            return
         if not isinstance(body, Segments):
             self._hand_on(link)
             return self.feed(Received(link.peer, body))

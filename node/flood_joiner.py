@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
 from peerloom.node.context import Context
+from peerloom.node.flood_driver import FloodDriver
 from peerloom.node.flood_join import Fetched, ask_hash, fetch_state
 from peerloom.node.flood_log import FloodLog
 from peerloom.node.logs import short
@@ -13,10 +15,12 @@ from peerloom.node.worker_seams import SeedflowPort, SeedflowReady
 from peerloom.protocol.errors import LinkError, MalformedMessage, PeerloomError, ProtocolError, RunMismatch
 from peerloom.protocol.flood import FloodMachine
 from peerloom.protocol.flood_messages import Batch, Head
-from peerloom.protocol.types import NodeState, PeerRecord
+from peerloom.protocol.types import NodeState, PeerId, PeerRecord
 
 log = logging.getLogger(__name__)
 
+ASK_TURNS = 3  # of asking the others, where none of those that are there could be asked
+ASK_AGAIN_S = 6.0  # between two; a link that was in the way is tried again within RETRY_S
 WITNESSES = 2  # other peers that must confirm a donor's state, where there are as many
 FLOODING: frozenset[NodeState] = frozenset({"training", "fetching"})
 
@@ -49,6 +53,7 @@ class FloodJoiner:
     ) -> None:
         self._context, self._worker, self._machine, self._log = context, worker, machine, flood_log
         self._ready = ready
+        self._driver: FloodDriver | None = None
 
     def check_base(self) -> None:
         """Raises RunMismatch when others train, all of them from another base, and the run names none."""
@@ -63,12 +68,19 @@ class FloodJoiner:
                 "or none at the path that the run names: then it fetches the base from a peer"
             )
 
-    async def join(self, *, needed: bool, dropped: Callable[[], object] = lambda: None) -> bool:
+    async def join(
+        self,
+        *,
+        needed: bool,
+        dropped: Callable[[], object] = lambda: None,
+        driver: FloodDriver | None = None,
+    ) -> bool:
         """Takes over a peer's state that others confirm; False when there was none.
 
         Without `needed`, no state is looked for where nobody has one, and every message is then asked for instead.
-        `dropped` is called when what waited to be applied is part of the state taken.
+        `dropped` is called when what waited to be applied is part of the state taken. `driver` has links that stand.
         """
+        self._driver = driver
         donors = [record for record in swarm_peers(self._context) if needed or record.messages]
         for donor in donors:
             self._context.facts.enter("fetching", f"taking over the state of {short(donor.peer_id)}")
@@ -121,20 +133,38 @@ class FloodJoiner:
         None where nobody can tell, as in a swarm of two: the state is then taken on its donor's word.
         """
         heads = [Head(mark.origin, mark.next, mark.chain) for mark in fetched.snapshot.marks]
-        same = other = 0
-        for peer in swarm_peers(self._context):
-            if peer.peer_id == donor.peer_id or same >= WITNESSES + other:
-                continue
-            try:
-                digest = await ask_hash(self._context.transport, peer, heads)
-            except PeerloomError as error:
-                log.info("%s could not confirm the state: %s", short(peer.peer_id), error)
-                continue
-            same += digest == own
-            other += digest not in (own, b"")
+        words: dict[PeerId, bytes] = {}
+        for turn in range(ASK_TURNS):
+            if turn:  # nobody could be asked, though somebody is there: links come and go
+                await asyncio.sleep(ASK_AGAIN_S)
+            failed = await self._ask_all(donor, heads, own, words)
+            if any(words.values()) or not failed:
+                break
+        same = sum(word == own for word in words.values())
+        other = sum(word not in (own, b"") for word in words.values())
         if other >= max(1, same):
             raise MalformedMessage(f"{other} other peers have another hash for the same messages, {same} the same")
         return same
+
+    async def _ask_all(self, donor: PeerRecord, heads: list[Head], own: bytes, words: dict[PeerId, bytes]) -> bool:
+        """Notes what others say until enough of them do; whether some could not be asked."""
+        failed = False
+        for peer in swarm_peers(self._context):
+            same = sum(word == own for word in words.values())
+            other = sum(word not in (own, b"") for word in words.values())
+            if peer.peer_id == donor.peer_id or peer.peer_id in words or same >= WITNESSES + other:
+                continue
+            try:
+                words[peer.peer_id] = await self._ask(peer, heads)
+            except PeerloomError as error:
+                failed = True
+                log.info("%s could not confirm the state: %s", short(peer.peer_id), error)
+        return failed
+
+    async def _ask(self, peer: PeerRecord, heads: list[Head]) -> bytes:
+        if self._driver is not None and self._driver.linked(peer.peer_id):
+            return await self._driver.ask(peer.peer_id, heads)
+        return await ask_hash(self._context.transport, peer, heads)
 
     def _note(self, donor: PeerRecord, fetched: Fetched, witnesses: int) -> None:
         facts = self._context.facts

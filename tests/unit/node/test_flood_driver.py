@@ -347,6 +347,34 @@ async def test_a_late_joiner_gets_a_state_and_others_confirm_its_hash(nodes: lis
     await asyncio.gather(answering, return_exceptions=True)
 
 
+async def test_a_neighbour_is_asked_for_a_hash_over_the_link_that_stands(nodes: list[Node]) -> None:
+    """A stream for the question alone would be refused, or take the link's place."""
+    one, two, _ = nodes
+    one.see(two)
+    two.driver.feed(PeersSeen((one.peer_id,)))
+    await one.driver.own_steps(0, 0, (1, 2, 3))
+    await until(lambda: two.machine.total() == 3)
+    heads = one.machine.versions().heads
+    answering = [asyncio.create_task(node.answer()) for node in (one, two)]
+    for asker, asked in ((one, two), (two, one)):  # whoever opened it
+        assert asker.driver.linked(asked.peer_id)
+        assert await asker.driver.ask(asked.peer_id, heads) == hashlib.sha256(b"0").digest()
+    two.driver.mute = True
+    assert await one.driver.ask(two.peer_id, heads) == b""
+    for task in answering:
+        task.cancel()
+    await asyncio.gather(*answering, return_exceptions=True)
+    two.driver.mute = False
+    assert one.counts["flood_links"] == two.counts["flood_links"] == 1 and not one.faults and not two.faults
+    waiting = asyncio.create_task(one.driver.ask(two.peer_id, heads))
+    await until(lambda: bool(two.driver.questions))
+    await two.driver.close()
+    with pytest.raises(LinkError, match="ended before the state hash came"):
+        await waiting
+    with pytest.raises(LinkError, match="no link"):
+        await one.driver.ask(PeerId("nobody"), heads)
+
+
 @pytest.mark.parametrize("beyond", [MAX_BACK, MAX_BACK + 1])
 async def test_a_hash_so_far_back_that_it_costs_a_run_is_not_worked_out(beyond: int) -> None:
     worked = []
