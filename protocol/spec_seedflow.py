@@ -102,8 +102,8 @@ def for_fine_tuning(clients: int, plain: SeedflowSpec) -> SeedflowSpec:
 
     `python -m tests.benchmarks.seedflow_report` has the runs: clipped slopes, a falling rate and periods of 100. The
     learning rate is left as it is: it hangs on how much is trained (one layer of SmolLM2-135M took 1e-2 with 16
-    clients, 3e-3 with one). So is the rank, though 128 was better for that layer: sums are 8 rank^2 bytes a matrix and
-    period, which for all of a model is more than the model.
+    clients, 3e-3 with one). The rank is left too: 128 was no better than 32 for that layer, and sums are 8 rank^2 bytes
+    a matrix and period, for all of a model more than the model.
     """
     weighed = clients if clients > 1 else plain.clients
     return replace(plain, period=100, decay="linear", scalar_bound=1.0, clients=weighed)

@@ -31,7 +31,7 @@ from tests.benchmarks.rows import Row, main, median
 from tests.benchmarks.seedflow_flooded import OPT_1_3B, SMOLLM2, first_order_bytes, flood, ring
 from tests.benchmarks.seedflow_hops import Delayed
 from tests.benchmarks.seedflow_hops import perform as perform_delayed
-from tests.benchmarks.seedflow_llama import BATCH, LENGTH, PERIOD, QUALITY_RANK, RANK, llama, loss_of, tokens
+from tests.benchmarks.seedflow_llama import BATCH, LENGTH, PERIOD, RANK, WIDE_RANK, llama, loss_of, tokens
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "seedflow"
@@ -100,15 +100,15 @@ def speed_rows(quick: bool, turns: int) -> list[Row]:
             f"{flush}, {sizes}, batch {BATCH // 2} x {LENGTH} tokens: a flush costs the same whatever the batch",
         ),
         row(
-            f"apply_share_rank_{QUALITY_RANK}", wide, "CPU s a step", "whole step", median(steps) + wide,
-            f"{flush}, Llama of 135 M, rank {QUALITY_RANK}, 1 thread, batch {BATCH} x {LENGTH} tokens",
+            f"apply_share_rank_{WIDE_RANK}", wide, "CPU s a step", "whole step", median(steps) + wide,
+            f"{flush}, Llama of 135 M, rank {WIDE_RANK}, 1 thread, batch {BATCH} x {LENGTH} tokens",
         ),
     ]  # fmt: skip
 
 
 def wide_flush(model: torch.nn.Module, turns: int) -> float:
-    """Seconds a step that flushes take at the rank of the quality runs, once all directions were used."""
-    flow = SubCGE(model, rank=QUALITY_RANK, period=PERIOD, eps=1e-3, lr=1e-9, run_seed=1)
+    """Seconds a step that flushes take at a high rank, once all directions were used."""
+    flow = SubCGE(model, rank=WIDE_RANK, period=PERIOD, eps=1e-3, lr=1e-9, run_seed=1)
     flow.apply(messages(turns, 2 * MESSAGES))
     return median([seconds(flow.apply, messages(turn, CLIENTS * FLUSH)) for turn in range(turns)]) / FLUSH
 

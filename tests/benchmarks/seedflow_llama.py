@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RANK, PERIOD = 32, 1000
-QUALITY_RANK = 128  # of the runs on labels
+WIDE_RANK = 128  # what a high one costs
 BATCH, LENGTH = 16, 40  # MeZO's batch; the paper of SeedFlood says none
 
 
