@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from peerloom.protocol.ledger import Microbatch
@@ -15,13 +15,13 @@ Phase = Literal["queued", "forward", "unsent", "sent", "answered", "backward"]
 class Flight:
     """A microbatch under way here; `counted`: its gradient goes into `update`, computed with `version`.
 
-    `origin` is who sent it last, even when `upstream`, to whom the answer goes, is no longer linked.
+    `upstreams` are those who sent it and are still linked, with the version each sent it with: all get the answer.
+    `origin` is who sent it last, linked or not.
     """
 
     microbatch: Microbatch
-    upstream: PeerId | None
-    upstream_version: int
     counted: bool
+    upstreams: dict[PeerId, int] = field(default_factory=dict)
     origin: PeerId | None = None
     phase: Phase = "queued"
     update: int = 0

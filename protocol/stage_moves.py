@@ -211,7 +211,8 @@ class StageMoves:
 
     def _begin(self, flight: Flight) -> StageEffect:
         flight.phase, flight.version = "forward", self._applied
-        self._grant(flight.upstream)
+        for peer in flight.upstreams:
+            self._grant(peer)
         if not flight.counted:
             return effects.RunForward(flight.microbatch, flight.version, None)
         flight.update = self._base + self._begun // self._spec.microbatches
@@ -233,14 +234,13 @@ class StageMoves:
             self._enter(source.next_counted())
 
     def _enter(self, microbatch: Microbatch) -> None:
-        self._flights[microbatch] = Flight(microbatch, None, 0, not microbatch.held_out)
+        self._flights[microbatch] = Flight(microbatch, not microbatch.held_out)
 
     # for both
 
-    def _grant(self, peer: PeerId | None) -> None:
-        if peer in self._upstream:
-            self._upstream[peer] += 1
-            self._out.append(effects.SendCredit(peer, 1))
+    def _grant(self, peer: PeerId) -> None:
+        self._upstream[peer] += 1
+        self._out.append(effects.SendCredit(peer, 1))
 
     def _blame(self, peer: PeerId, fault: str, detail: str) -> None:
         self._out.append(effects.Blame(peer, fault, detail))

@@ -6,9 +6,10 @@ updates old. Microbatches are numbered as they begin here, `microbatches` of the
 version max(first, u - tau_k), so the weights that come out do not depend on what arrives when. "sync" is the same
 machine with tau_k = 0.
 
-Each activation is answered by exactly one gradient, however often it is sent: one under way is not begun again, one
-just answered is answered again, one trained on long ago is computed without counting. So a link that breaks, or a stage
-that moves to another node, is mended by sending again what has no answer yet.
+Each activation is answered by exactly one gradient, however often it is sent: one under way is not begun again, and
+all who sent it get its answer; one just answered is answered again, one trained on long ago is computed without
+counting. So a link that breaks, or a stage that moves to another node, is mended by sending again what has no answer
+yet.
 """
 
 from __future__ import annotations
@@ -97,20 +98,17 @@ class StageMachine(StageMoves):
     # neighbours
 
     def _open_upstream(self, peer: PeerId) -> None:
-        queued = sum(flight.upstream == peer and flight.phase == "queued" for flight in self._flights.values())
+        self._lose_upstream(peer)
         self._windows[peer] = LinkWindow(self._indices)
-        self._upstream[peer] = max(0, self._credit - queued)
+        self._upstream[peer] = self._credit
         self._out.append(effects.SendCredit(peer, self._upstream[peer]))
 
     def _lose_upstream(self, peer: PeerId) -> None:
-        """What has not begun is left to be sent again, here or to another node of this stage."""
+        """What it alone sent and has not begun is left to be sent again, here or to another node of this stage."""
         self._upstream.pop(peer, None)
         self._windows.pop(peer, None)
         for microbatch, flight in list(self._flights.items()):
-            if flight.upstream != peer:
-                continue
-            flight.upstream = None
-            if flight.phase == "queued":
+            if flight.upstreams.pop(peer, None) is not None and flight.phase == "queued" and not flight.upstreams:
                 del self._flights[microbatch]
                 self._out.append(effects.Forget(microbatch))
 
@@ -153,15 +151,15 @@ class StageMachine(StageMoves):
         self._upstream[peer] = left - 1
         flight = self._flights.get(microbatch)
         if flight is not None:
-            if not (flight.phase == "queued" and flight.upstream != peer):
+            if flight.phase != "queued" or peer in flight.upstreams:
                 self._grant(peer)
-            flight.upstream, flight.upstream_version, flight.origin = peer, event.version, peer
+            flight.upstreams[peer], flight.origin = event.version, peer
         elif microbatch in self._results:
             self._grant(peer)
             self._reply(peer, microbatch, event.version, self._results[microbatch])
         else:
             counted = not microbatch.held_out and microbatch not in self._ledger
-            self._flights[microbatch] = Flight(microbatch, peer, event.version, counted, origin=peer)
+            self._flights[microbatch] = Flight(microbatch, counted, {peer: event.version}, origin=peer)
 
     def _answer(self, event: events.GradientReceived | events.ScoreReceived, now: float) -> None:
         peer, microbatch = event.peer, event.microbatch
@@ -212,8 +210,8 @@ class StageMachine(StageMoves):
             self._members.setdefault(flight.update, []).append(flight)
         if microbatch.held_out:
             self._scored(microbatch, flight.loss)
-        if flight.upstream in self._upstream:
-            self._reply(flight.upstream, microbatch, flight.upstream_version, flight.loss)
+        for peer, version in flight.upstreams.items():
+            self._reply(peer, microbatch, version, flight.loss)
         self._results[microbatch] = flight.loss
         dropped = [microbatch] if self._first else []  # nobody asks a first stage for an answer
         while len(self._results) > self._kept:

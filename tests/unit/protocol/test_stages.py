@@ -268,6 +268,65 @@ def test_of_two_that_owe_as_little_none_is_left_out() -> None:
     assert sent == ["a", "b"] * 3
 
 
+OTHER = PeerId("other")
+
+
+def replies(out: list[effects.StageEffect]) -> list[tuple[PeerId, int]]:
+    return [(e.peer, e.version) for e in out if isinstance(e, effects.SendGradient)]
+
+
+def test_all_who_sent_a_microbatch_get_its_one_answer() -> None:
+    """The stage before sent it again by another way when a link broke, and whom it had it from waits too."""
+    machine = StageMachine(spec(3), 1)
+    for event in (events.DownstreamOpened(DOWN, 8), events.UpstreamOpened(UP), events.UpstreamOpened(OTHER)):
+        machine.handle(event, 0.0)
+    machine.handle(events.ActivationReceived(UP, m(0), 3), 0.0)
+    machine.handle(events.ForwardDone(m(0)), 0.0)
+    assert not machine.handle(events.ActivationReceived(OTHER, m(0), 5), 0.0)[1:], "not begun again"
+    machine.handle(events.GradientReceived(DOWN, m(0), 0, 1.0), 0.0)
+    assert replies(machine.handle(events.BackwardDone(m(0)), 0.0)) == [(UP, 3), (OTHER, 5)]
+
+
+def test_of_those_who_sent_a_microbatch_only_the_linked_are_answered() -> None:
+    machine = StageMachine(spec(2), 1)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+    machine.handle(events.UpstreamOpened(OTHER), 0.0)
+    machine.handle(events.ActivationReceived(UP, m(9), 0), 0.0)  # under way, so that the next is queued
+    machine.handle(events.ActivationReceived(UP, m(0), 3), 0.0)
+    machine.handle(events.ActivationReceived(OTHER, m(0), 5), 0.0)
+    assert not machine.handle(events.UpstreamLost(OTHER), 0.0), "one that another waits for is not dropped"
+    machine.handle(events.ForwardDone(m(9), 1.0), 0.0)
+    machine.handle(events.UpdateDone(0), 0.0)
+    assert replies(machine.handle(events.ForwardDone(m(0), 1.0), 0.0)) == [(UP, 3)]
+
+
+def test_who_sends_what_another_has_sent_takes_no_credit_from_it() -> None:
+    machine, credit = StageMachine(spec(3), 1), Counter[PeerId]()
+
+    def feed(event: events.StageEvent) -> None:
+        for effect in machine.handle(event, 0.0):
+            if isinstance(effect, effects.SendCredit):
+                credit[effect.peer] += effect.count
+
+    def send(peer: PeerId, microbatch: Microbatch) -> None:
+        credit[peer] -= 1
+        feed(events.ActivationReceived(peer, microbatch, 0))
+
+    for event in (events.DownstreamOpened(DOWN, 8), events.UpstreamOpened(UP), events.UpstreamOpened(OTHER)):
+        feed(event)
+    whole = credit[UP]
+    send(UP, m(9))
+    send(UP, m(0))
+    send(OTHER, m(0))
+    for microbatch in (m(9), m(0)):
+        feed(events.ForwardDone(microbatch))
+    for microbatch in (m(9), m(0)):
+        feed(events.GradientReceived(DOWN, microbatch, 0, 1.0))
+        feed(events.BackwardDone(microbatch))
+        feed(events.UpdateDone(machine.applied))
+    assert credit == {UP: whole, OTHER: whole}
+
+
 class Sender:
     """A node of the stage before, which sends as much as it is let, over links as new as it likes."""
 
