@@ -40,7 +40,7 @@ class StageMoves:
         self._first, self._last = stage == 0, stage == spec.stages - 1
         self._lag, self._window = spec.lag(stage), spec.window(stage)
         self._credit = spec.window(max(stage - 1, 0)) + held_out + 2
-        self._kept = 2 * self._credit
+        self._kept = self._credit + max(self._credit, (self._lag + 1) * spec.microbatches)  # all members, and a window
         self._base = self._applied = first_version
         self._ledger = ledger or Ledger()
         self.limit = limit
@@ -52,6 +52,7 @@ class StageMoves:
         self._flights: dict[Microbatch, Flight] = {}  # in the order in which they came
         self._results: dict[Microbatch, float] = {}  # answers that may be asked for again, with their loss
         self._members: dict[int, list[Flight]] = {}  # by update, those whose gradient is in
+        self._unledgered: set[Microbatch] = set()  # all of them: the ledger takes them in with their update
         self._upstream: dict[PeerId, int] = {}  # how many each may still send
         self._windows: dict[PeerId, LinkWindow] = {}
         self._downstream: dict[PeerId, Downstream] = {}

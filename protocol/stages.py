@@ -208,17 +208,26 @@ class StageMachine(StageMoves):
         del self._flights[microbatch]
         if flight.counted:
             self._members.setdefault(flight.update, []).append(flight)
+            self._unledgered.add(microbatch)
         if microbatch.held_out:
             self._scored(microbatch, flight.loss)
         for peer, version in flight.upstreams.items():
             self._reply(peer, microbatch, version, flight.loss)
         self._results[microbatch] = flight.loss
-        dropped = [microbatch] if self._first else []  # nobody asks a first stage for an answer
+        if self._first:
+            self._out.append(effects.Forget(microbatch))  # nobody asks a first stage for an answer
         while len(self._results) > self._kept:
-            oldest = next(iter(self._results))
-            del self._results[oldest]
-            dropped += [] if self._first else [oldest]
-        self._out += [effects.Forget(each) for each in dropped]
+            self._drop_result()
+
+    def _drop_result(self) -> None:
+        """Drops the oldest answer but none of a member: sent again before its update is made, it would count twice.
+
+        There is one: more answers are kept than there can be members.
+        """
+        oldest = next(microbatch for microbatch in self._results if microbatch not in self._unledgered)
+        del self._results[oldest]
+        if not self._first:
+            self._out.append(effects.Forget(oldest))
 
     def _reply(self, peer: PeerId, microbatch: Microbatch, version: int, loss: float) -> None:
         kind = effects.SendScore if microbatch.held_out else effects.SendGradient
@@ -244,6 +253,7 @@ class StageMachine(StageMoves):
         members = self._members.pop(update)
         for flight in members:
             self._ledger.add(flight.microbatch)
+            self._unledgered.discard(flight.microbatch)
         self._out.append(effects.ReportTrained(update, fmean(flight.loss for flight in members)))
         if self._source is not None and self._applied % self._spec.eval_every == 0:
             self._source.evaluate()

@@ -157,6 +157,40 @@ def test_a_stage_that_moves_to_its_copy_is_trained_on_what_it_had_not_and_nobody
         assert {i for i in everything if i in behind} | set(new.trained) == everything
 
 
+def test_one_that_waits_for_its_update_counts_once_whatever_runs_meanwhile() -> None:
+    """What a stage that was taken over sends does not count, and turns over the answers kept; then a link breaks."""
+    trained = Ledger({9: (1000, [])})
+    machine = StageMachine(spec(2, microbatches=2), 1, first_version=50, ledger=trained)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+
+    def send(microbatch: Microbatch) -> list[effects.StageEffect]:
+        out = machine.handle(events.ActivationReceived(UP, microbatch, 0), 0.0)
+        runs = [effect for effect in out if isinstance(effect, effects.RunForward)]
+        return out + [e for run in runs for e in machine.handle(events.ForwardDone(run.microbatch, 1.0), 0.0)]
+
+    assert effects.RunForward(m(0, lane=7), 50, 50) in send(m(0, lane=7))
+    for index in range(100):
+        assert effects.RunForward(m(index, lane=9), 50, None) in send(m(index, lane=9))
+    machine.handle(events.UpstreamLost(UP), 0.0)
+    machine.handle(events.UpstreamOpened(UP), 0.0)
+    again = send(m(0, lane=7))
+    assert effects.SendGradient(UP, m(0, lane=7), 0, 1.0) in again
+    assert not any(isinstance(effect, effects.RunForward | effects.RunUpdate) for effect in again)
+    assert effects.RunUpdate(50, 51) in send(m(1, lane=7))
+    assert len(machine._results) == machine._kept, "and no more are kept for it"
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_the_members_of_a_large_update_are_all_kept(schedule: str) -> None:
+    fabric = pipeline(spec(3, microbatches=40, schedule=schedule), limit=4, seed=2)
+    while fabric.step():
+        for host in fabric.hosts.values():
+            assert host.machine._unledgered <= set(host.machine._results)
+    for host in fabric.hosts.values():
+        assert host.trained == Counter({m(index): 1 for index in range(160)})
+        assert not host.machine._unledgered
+
+
 def test_two_nodes_of_one_stage_share_the_microbatches() -> None:
     fabric = Fabric(spec(3), limit=40, seed=5)
     fabric.add(0)
