@@ -73,7 +73,7 @@ class StageDriver:
         self._answers: dict[Microbatch, bytes] = {}
         self._computing_since: float | None = None
         self._work: asyncio.Queue[tuple[StageEffect, bytearray | None]] = asyncio.Queue()
-        self._pending: deque[StageEvent] = deque()
+        self._pending: deque[tuple[StageEvent, bytearray | None]] = deque()
         self._handling = False
         self._mixed: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,16 +104,17 @@ class StageDriver:
             for link in (*self._up.values(), *self._down.values()):
                 link.cut(LinkError("this node no longer hosts the stage"))
 
-    def feed(self, event: StageEvent) -> None:
-        """Gives the machine an event and performs what it asks for, in order."""
-        self._pending.append(event)
+    def feed(self, event: StageEvent, data: bytearray | None = None) -> None:
+        """Gives the machine an event, with the bytes that came with it, and performs what it asks for, in order."""
+        self._pending.append((event, data))
         if self._handling:
             return
         self._handling = True
         try:
             while self._pending:
-                for effect in self.machine.handle(self._pending.popleft(), self._clock.monotonic()):
-                    self._perform(effect)
+                following, came = self._pending.popleft()
+                for effect in self.machine.handle(following, self._clock.monotonic()):
+                    self._perform(effect, came)
         except Exception as error:  # a bug of ours, in a link's task: the stage must not stand still over it
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -173,28 +174,18 @@ class StageDriver:
                 self.feed(lost)
 
     def _arrived(self, link: StageLink, event: StageEvent, data: bytearray | None) -> None:
-        """Keeps what came for as long as the machine has a use for it."""
-        if link.over:
-            return
-        match event:
-            case events.ActivationReceived(_, microbatch) if data is not None:
-                self._given[microbatch] = data
-                self.feed(event)
-                if not self.machine.awaits_forward(microbatch):
-                    self._given.pop(microbatch, None)
-            case events.GradientReceived(peer, microbatch) if data is not None:
-                self.answered[peer] += 1
-                self._gradients[microbatch] = data
-                self.feed(event)
-                if not self.machine.awaits_backward(microbatch):
-                    self._gradients.pop(microbatch, None)
-            case _:
-                self.feed(event)
+        if not link.over:
+            self.feed(event, data)
 
     # effects
 
-    def _perform(self, effect: StageEffect) -> None:
+    def _perform(self, effect: StageEffect, came: bytearray | None) -> None:
         match effect:
+            case effects.KeepActivation(microbatch) if came is not None:
+                self._given[microbatch] = came
+            case effects.KeepGradient(peer, microbatch) if came is not None:
+                self.answered[peer] += 1
+                self._gradients[microbatch] = came
             case effects.RunForward(microbatch):
                 self._work.put_nowait((effect, None if self._first else self._given.pop(microbatch)))
             case effects.RunBackward(microbatch):

@@ -55,6 +55,21 @@ class RunMixing:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepActivation:
+    """The activation that has just come is taken: its bytes are for the RunForward to come, or until Forget."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGradient:
+    """The gradient that has just come from `peer` is taken: its bytes are for the RunBackward to come."""
+
+    peer: PeerId
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True, slots=True)
 class SendActivation:
     """Send what the forward pass gave to a node of the next stage."""
 
@@ -128,6 +143,8 @@ StageEffect = (
     | RunUpdate
     | RunSave
     | RunMixing
+    | KeepActivation
+    | KeepGradient
     | SendActivation
     | SendGradient
     | SendScore

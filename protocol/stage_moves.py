@@ -12,7 +12,7 @@ from peerloom.protocol.errors import InvalidTransition
 from peerloom.protocol.ledger import Ledger, Microbatch
 from peerloom.protocol.spec_pipeline import PipelineSpec
 from peerloom.protocol.stage_effects import StageEffect
-from peerloom.protocol.stage_flight import Downstream, Flight, Phase
+from peerloom.protocol.stage_flight import Downstream, Flight
 from peerloom.protocol.stage_source import StageSource
 from peerloom.protocol.stage_window import LinkWindow
 from peerloom.protocol.types import PeerId
@@ -77,18 +77,6 @@ class StageMoves:
     def idle(self) -> bool:
         """Nothing runs in the worker."""
         return self._running is None
-
-    def awaits_forward(self, microbatch: Microbatch) -> bool:
-        """Whether an activation that came is still to be used."""
-        return self._phase(microbatch) == "queued"
-
-    def awaits_backward(self, microbatch: Microbatch) -> bool:
-        """Whether a gradient that came is still to be used."""
-        return self._phase(microbatch) == "answered"
-
-    def _phase(self, microbatch: Microbatch) -> Phase | None:
-        flight = self._flights.get(microbatch)
-        return flight.phase if flight is not None else None
 
     @property
     def waiting_for(self) -> int | None:

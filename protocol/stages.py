@@ -160,6 +160,7 @@ class StageMachine(StageMoves):
         else:
             counted = not microbatch.held_out and microbatch not in self._ledger
             self._flights[microbatch] = Flight(microbatch, counted, {peer: event.version}, origin=peer)
+            self._out.append(effects.KeepActivation(microbatch))
 
     def _answer(self, event: events.GradientReceived | events.ScoreReceived, now: float) -> None:
         peer, microbatch = event.peer, event.microbatch
@@ -182,6 +183,8 @@ class StageMachine(StageMoves):
         flight.phase = "answered"
         if microbatch.held_out:
             self._complete(flight)
+        else:
+            self._out.append(effects.KeepGradient(peer, microbatch))
 
     # what the worker did
 

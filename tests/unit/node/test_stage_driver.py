@@ -7,6 +7,9 @@ import pytest
 from peerloom.node.clock import SystemClock
 from peerloom.node.memory_stage_worker import MemoryStageWorker
 from peerloom.node.stage_driver import BAD_FRAME, StageDriver, StageReports
+from peerloom.node.stage_link import StageLink
+from peerloom.protocol import stage_effects as effects
+from peerloom.protocol import stage_events as events
 from peerloom.protocol.errors import MalformedMessage
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.runspec import RunSpec
@@ -17,10 +20,13 @@ from peerloom.protocol.stages import StageMachine
 from peerloom.protocol.types import PeerId
 from tests.unit.node.test_stage_link import FORM, PEER, FakeStream, header, tensor
 
+OTHER = PeerId("other")
 SPEC = RunSpec(method="pipeline", pipeline=PipelineSpec(stages=2))
+MIDDLE = RunSpec(method="pipeline", pipeline=PipelineSpec(stages=3))
+OURS, EVIL = bytearray(b"ours"), bytearray(b"evil")
 
 
-def driver_of(stage: int, scored: list[tuple[PeerId, str]]) -> StageDriver:
+def driver_of(stage: int, scored: list[tuple[PeerId, str]], spec: RunSpec = SPEC) -> StageDriver:
     """A host of one stage, whose worker is never asked."""
     reports = StageReports(
         count=lambda metric, amount: None,
@@ -29,8 +35,31 @@ def driver_of(stage: int, scored: list[tuple[PeerId, str]]) -> StageDriver:
         evaluated=lambda loss: None,
         saved=lambda outcome: None,
     )
-    machine = StageMachine(SPEC.pipeline, stage, updates=1000)
-    return StageDriver(machine, MemoryStageWorker(), SystemClock(), SPEC, FORM, reports)
+    machine = StageMachine(spec.pipeline, stage, updates=1000)
+    return StageDriver(machine, MemoryStageWorker(), SystemClock(), spec, FORM, reports)
+
+
+def linked(driver: StageDriver, peer: PeerId, *, upstream: bool) -> StageLink:
+    """A link that is open and on which nothing moves."""
+    stream = FakeStream()
+    stream.peer = peer
+    link = StageLink(
+        stream, FORM, SystemClock(), driver._arrived, lambda: False,
+        upstream=upstream, heartbeat_s=60.0, dead_after_s=120.0,
+    )  # fmt: skip
+    (driver._up if upstream else driver._down)[peer] = link
+    driver.feed(events.UpstreamOpened(peer) if upstream else events.DownstreamOpened(peer, 8))
+    return link
+
+
+def work(driver: StageDriver, kind: type[effects.StageEffect]) -> dict[Microbatch, bytes]:
+    """What the worker was asked for since the last look, of one kind, with the bytes it is to use."""
+    found = {}
+    while not driver._work.empty():
+        effect, data = driver._work.get_nowait()
+        if isinstance(effect, kind) and data is not None:
+            found[getattr(effect, "microbatch")] = bytes(data)  # noqa: B009
+    return found
 
 
 def activation(index: int, version: int) -> list[StageMessage]:
@@ -68,3 +97,41 @@ async def test_what_lies_in_the_window_is_taken() -> None:
     driver = driver_of(1, scored)
     await driver.serve_upstream(FakeStream(*activation(3, 4), *activation(4, 5), *activation(2, 4)))
     assert not scored and driver.machine.load == 1  # the one begun; those queued go with their link
+
+
+@pytest.mark.parametrize(("before", "fault"), [(0, []), (5, [(OTHER, "stage_flood")])])
+async def test_an_activation_that_is_refused_or_not_needed_changes_no_other(
+    before: int, fault: list[tuple[PeerId, str]]
+) -> None:
+    """Else a node of the stage before could choose what another's microbatch is trained on."""
+    scored: list[tuple[PeerId, str]] = []
+    driver = driver_of(1, scored, MIDDLE)
+    ours, theirs = (linked(driver, peer, upstream=True) for peer in (PEER, OTHER))
+    for link, index, data in [
+        (ours, 9, OURS),  # the worker is busy with it, so that the others wait
+        (ours, 0, OURS),
+        *((theirs, 20 + index, EVIL) for index in range(before)),  # all that it has credit for
+        (theirs, 0, EVIL),
+    ]:
+        driver._arrived(link, events.ActivationReceived(link.peer, Microbatch(7, index), 0), data)
+    assert scored == fault
+    assert work(driver, effects.RunForward) == {Microbatch(7, 9): OURS}
+    driver.feed(events.ForwardDone(Microbatch(7, 9)))
+    assert work(driver, effects.RunForward) == {Microbatch(7, 0): OURS}
+
+
+async def test_a_gradient_that_was_not_asked_of_its_sender_is_not_used() -> None:
+    driver = driver_of(1, [], MIDDLE)
+    up = linked(driver, PEER, upstream=True)
+    asked, other = (linked(driver, PeerId(name), upstream=False) for name in ("a", "b"))
+    first, second = Microbatch(7, 0), Microbatch(7, 1)
+    driver._made = {first: b"", second: b""}
+    for microbatch in (first, second):
+        driver._arrived(up, events.ActivationReceived(PEER, microbatch, 0), OURS)
+    driver.feed(events.ForwardDone(first))  # the worker is busy with the second now
+    for link, version, data in [(asked, 0, OURS), (other, 99, EVIL), (asked, 0, EVIL)]:
+        driver._arrived(link, events.GradientReceived(link.peer, first, version, 1.0), data)
+    work(driver, effects.RunForward)
+    driver.feed(events.ForwardDone(second))
+    assert work(driver, effects.RunBackward) == {first: OURS}
+    assert driver.answered == {asked.peer: 1}

@@ -38,7 +38,10 @@ def test_the_first_of_two_stages_runs_one_forward_one_backward() -> None:
         effects.RunForward(m(1), 0, 1),
     ]
     assert machine.handle(events.ForwardDone(m(1)), 0.0) == [effects.SendActivation(DOWN, m(1), 0)]  # window of 2
-    assert machine.handle(events.GradientReceived(DOWN, m(0), 0, 5.0), 0.0) == [effects.RunBackward(m(0))]
+    assert machine.handle(events.GradientReceived(DOWN, m(0), 0, 5.0), 0.0) == [
+        effects.KeepGradient(DOWN, m(0)),
+        effects.RunBackward(m(0)),
+    ]
     assert machine.handle(events.BackwardDone(m(0)), 0.0) == [effects.Forget(m(0)), effects.RunUpdate(0, 1)]
     assert machine.handle(events.UpdateDone(0), 0.0) == [
         effects.ReportTrained(0, 5.0),
@@ -51,6 +54,7 @@ def test_the_last_stage_answers_with_a_gradient_and_gives_credit() -> None:
     (credit,) = machine.handle(events.UpstreamOpened(UP), 0.0)
     assert credit == effects.SendCredit(UP, 4)  # a window of the stage before, and two
     assert machine.handle(events.ActivationReceived(UP, m(0), 7), 0.0) == [
+        effects.KeepActivation(m(0)),
         effects.SendCredit(UP, 1),
         effects.RunForward(m(0), 0, 0),
     ]
