@@ -58,7 +58,8 @@ class _Tensor:
 class StageLink:
     """Runs one stream until it ends; `upstream` says that the other end is of the stage before ours.
 
-    `arrived` is called with every event, a tensor's bytes beside it; `waiting` is what our signs of life say.
+    `arrived` is called with every event, a tensor's bytes beside it, and when an answer has gone out; `waiting` is what
+    our signs of life say.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StageLink:
         self._to_send.put_nowait(message)
 
     def send_tensor(self, header: Activation | Gradient, data: bytes) -> None:
-        """Queues a tensor; how many there may be, the machine's window says."""
+        """Queues a tensor; how many there may be, the machine's window and the credit that it gives say."""
         self._to_send.put_nowait(_Tensor(header, data))
 
     def cut(self, error: Exception) -> None:
@@ -171,14 +172,19 @@ class StageLink:
         pace = Pace(self.stream.chunk_bytes)
         while True:
             item = await self._to_send.get()
-            if not isinstance(item, _Tensor):
+            if isinstance(item, _Tensor):
+                await self._write_tensor(item, pace)
+            else:
                 await self.stream.send(item)
-                continue
-            await self.stream.send(item.header)
-            for message in outgoing(memoryview(item.data), pace):
-                began = self._clock.monotonic()
-                await self.stream.send(message)
-                pace.sent(self._clock.monotonic() - began)
+            if self.upstream and isinstance(item, _Tensor | Score):
+                self._arrived(self, events.AnswerSent(self.peer), None)
+
+    async def _write_tensor(self, tensor: _Tensor, pace: Pace) -> None:
+        await self.stream.send(tensor.header)
+        for message in outgoing(memoryview(tensor.data), pace):
+            began = self._clock.monotonic()
+            await self.stream.send(message)
+            pace.sent(self._clock.monotonic() - began)
 
     async def _beat(self) -> None:
         """Says that we live, and looks whether the other end does."""

@@ -84,6 +84,13 @@ class ScoreReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerSent:
+    """A gradient or score has gone out to the peer: its connection has taken all of it."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardDone:
     """The worker's forward pass is done; on the last stage with the loss, and the backward pass too."""
 
@@ -148,6 +155,7 @@ StageEvent = (
     | ActivationReceived
     | GradientReceived
     | ScoreReceived
+    | AnswerSent
     | ForwardDone
     | BackwardDone
     | UpdateDone

@@ -39,6 +39,7 @@ class StageMoves:
         self._spec, self.stage = spec, stage
         self._first, self._last = stage == 0, stage == spec.stages - 1
         self._lag, self._window = spec.lag(stage), spec.window(stage)
+        # What a sender has unanswered that counts is a window at most: for want of credit none of it waits.
         self._credit = spec.window(max(stage - 1, 0)) + held_out + 2
         self._kept = self._credit + max(self._credit, (self._lag + 1) * spec.microbatches)  # all members, and a window
         self._base = self._applied = first_version
@@ -200,8 +201,6 @@ class StageMoves:
 
     def _begin(self, flight: Flight) -> StageEffect:
         flight.phase, flight.version = "forward", self._applied
-        for peer in flight.upstreams:
-            self._grant(peer)
         if not flight.counted:
             return effects.RunForward(flight.microbatch, flight.version, None)
         flight.update = self._base + self._begun // self._spec.microbatches

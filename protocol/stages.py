@@ -9,7 +9,8 @@ machine with tau_k = 0.
 Each activation is answered by exactly one gradient, however often it is sent: one under way is not begun again, and
 all who sent it get its answer; one just answered is answered again, one trained on long ago is computed without
 counting. So a link that breaks, or a stage that moves to another node, is mended by sending again what has no answer
-yet.
+yet. A sender may have as many without an answer as its credit, which comes back when an answer has gone out: so one who
+reads none fills no memory with them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ class StageMachine(StageMoves):
                 self._answer(event, now)
             case events.ScoreReceived():
                 self._answer(event, now)
+            case events.AnswerSent(peer):
+                if peer in self._upstream:
+                    self._grant(peer)
             case events.ForwardDone(microbatch, loss):
                 self._forward_done(microbatch, loss)
             case events.BackwardDone(microbatch):
@@ -151,11 +155,10 @@ class StageMachine(StageMoves):
         self._upstream[peer] = left - 1
         flight = self._flights.get(microbatch)
         if flight is not None:
-            if flight.phase != "queued" or peer in flight.upstreams:
-                self._grant(peer)
+            if peer in flight.upstreams:
+                self._grant(peer)  # both get one answer, and credit comes back with it once
             flight.upstreams[peer], flight.origin = event.version, peer
         elif microbatch in self._results:
-            self._grant(peer)
             self._reply(peer, microbatch, event.version, self._results[microbatch])
         else:
             counted = not microbatch.held_out and microbatch not in self._ledger

@@ -131,8 +131,10 @@ class LocalPipeline:
                 self._later(stage, stage + 1, events.ActivationReceived(_peer(stage), microbatch, version))
             case effects.SendGradient(_, microbatch, version, loss):
                 self._later(stage, stage - 1, events.GradientReceived(_peer(stage), microbatch, version, loss))
+                self._later(stage, stage, events.AnswerSent(_peer(stage - 1)))
             case effects.SendScore(_, microbatch, version, loss):
                 self._later(stage, stage - 1, events.ScoreReceived(_peer(stage), microbatch, version, loss))
+                self._later(stage, stage, events.AnswerSent(_peer(stage - 1)))
             case effects.SendCredit(_, count):
                 self._later(stage, stage - 1, events.CreditReceived(_peer(stage), count))
             case effects.ReportTrained(_, loss) if stage == len(self.tasks) - 1:

@@ -10,7 +10,7 @@ from peerloom.node.stage_driver import BAD_FRAME, StageDriver, StageReports
 from peerloom.node.stage_link import StageLink
 from peerloom.protocol import stage_effects as effects
 from peerloom.protocol import stage_events as events
-from peerloom.protocol.errors import MalformedMessage
+from peerloom.protocol.errors import LinkError, MalformedMessage
 from peerloom.protocol.ledger import Microbatch
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.spec_pipeline import PipelineSpec
@@ -118,6 +118,9 @@ async def test_an_activation_that_is_refused_or_not_needed_changes_no_other(
     assert work(driver, effects.RunForward) == {Microbatch(7, 9): OURS}
     driver.feed(events.ForwardDone(Microbatch(7, 9)))
     assert work(driver, effects.RunForward) == {Microbatch(7, 0): OURS}
+    if fault:
+        with pytest.raises(LinkError, match="without credit"):
+            await theirs.run()
 
 
 async def test_a_gradient_that_was_not_asked_of_its_sender_is_not_used() -> None:

@@ -123,6 +123,40 @@ async def test_an_activation_from_downstream_is_refused() -> None:
         await arrivals(header(), upstream=False)
 
 
+async def test_an_answer_has_gone_out_when_the_stream_has_taken_all_of_it() -> None:
+    class Full(FakeStream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.room = asyncio.Semaphore(0)
+
+        async def send(self, message: StageMessage) -> None:
+            await self.room.acquire()
+            await super().send(message)
+
+        async def receive(self) -> StageMessage | None:
+            await asyncio.Event().wait()
+            return None
+
+    stream, found = Full(), list[StageEvent]()
+    link = StageLink(
+        stream, FORM, SystemClock(), lambda link, event, data: found.append(event), lambda: False,
+        upstream=True, heartbeat_s=60.0, dead_after_s=120.0,
+    )  # fmt: skip
+    link.send(Credit(1))
+    link.send_tensor(Gradient(MB, 5, FORM.shape, "fp32", 2.0), GOOD)
+    link.send(Score(MB, 5, 2.0))
+    running = asyncio.create_task(link.run())
+    sent = []
+    for _ in range(6):  # a Credit, a header, two chunks and an end, a Score
+        stream.room.release()
+        await asyncio.sleep(0.01)
+        sent.append((type(stream.sent[-1]).__name__, len(found)))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert found == [events.AnswerSent(PEER)] * 2
+    assert sent[-3:] == [("Chunk", 0), ("PayloadEnd", 1), ("Score", 2)]
+
+
 async def test_signs_of_life_go_out_and_their_lack_ends_the_link() -> None:
     class Silent(FakeStream):
         async def receive(self) -> StageMessage | None:

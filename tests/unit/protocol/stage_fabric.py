@@ -148,11 +148,18 @@ class Fabric:
         choice = self.rng.randrange(len(arrivals) + len(workers))
         self.now += 0.001
         if choice < len(arrivals):
-            pair = arrivals[choice]
-            self.feed(pair[1], self.links[pair].popleft())
+            self._arrive(*arrivals[choice])
         else:
             self._finish(workers[choice - len(arrivals)])
         return True
+
+    def _arrive(self, sender: PeerId, to: PeerId) -> None:
+        """The next frame of a link; an answer has gone out when it is taken, and one that comes twice went out once."""
+        queue = self.links[sender, to]
+        event = queue.popleft()
+        if isinstance(event, events.GradientReceived | events.ScoreReceived) and event not in list(queue)[:1]:
+            self.feed(sender, events.AnswerSent(to))
+        self.feed(to, event)
 
     def _finish(self, host: Host) -> None:
         running, host.running = host.running, None
