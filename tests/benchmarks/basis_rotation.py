@@ -21,6 +21,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 
 import torch
 
@@ -42,6 +43,7 @@ TRENDS = {  # one batch for all, so that size and length alone differ, and the w
 }
 WHOLE = ("long",)  # of the trends, those that every method is run in: P = 1 takes thousands of steps there
 CLOSE: tuple[Kind, ...] = ("adamw", "2nd_bi", "soap", "1st_bi")  # told apart there by more seeds
+OTHER_TARGETS = (1.9, 1.88, 1.81, 1.75, 1.7, 1.65)  # nats a byte, for those: later ones are past AdamW's last loss
 MORE_SEEDS = range(5)  # at the rates that the first two chose
 QUICK_PLAN = replace(Plan(), steps=200, warmup=20, eval_every=10)
 QUICK_GRID = {1: (4e-3, 8e-3), 32: (1e-3, 4e-3)}
@@ -134,7 +136,24 @@ def repeated_rows(curves: Curves, trend: str) -> list[Row]:
     # the rates beside it were run on the first two seeds alone
     found = {key: replace(best, at_edge=False) for key, best in found.items()}
     report(curves, found, target)
+    report_later(curves, found)
     return slowdown_rows(curves.plan, found, target, len(MORE_SEEDS), f"{trend}_{len(MORE_SEEDS)}_seeds")
+
+
+def report_later(curves: Curves, found: Found) -> None:
+    """The slowdowns of those runs to other targets, where all seeds came to them: mean and standard error."""
+    for target in OTHER_TARGETS:
+        told = []
+        for kind, depth in found:
+            rates = {at: found[kind, at].lr for at in (1, curves.plan.depth) if (kind, at) in found}
+            if depth != 1 or len(rates) < 2:
+                continue
+            pairs = [[curves.steps(kind, lr, at, seed, target) for at, lr in rates.items()] for seed in MORE_SEEDS]
+            ratios = [late / alone for alone, late in pairs if alone is not None and late is not None]
+            if len(ratios) == len(MORE_SEEDS):
+                steps = mean(late for _, late in pairs if late is not None)
+                told.append(f"{kind} {steps:.0f} {mean(ratios):.2f} ({stdev(ratios) / len(ratios) ** 0.5:.2f})")
+        print(f"to {target:.2f}: {', '.join(told)}")
 
 
 def outcomes(curves: Curves, kinds: Sequence[Kind], seeds: Sequence[int], target: float) -> Found:
