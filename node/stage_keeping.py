@@ -38,6 +38,7 @@ class StageKeeping:
         self._context, self._view = context, view
         self._fresh = asyncio.Event()
         self._keeping: dict[int, Stream] = {}  # the newest stream a stage
+        self._taking: set[tuple[PeerId, int]] = set()  # whose copies of which stage are coming now
 
     def saved(self) -> None:
         """A checkpoint was written: a copy is due."""
@@ -167,9 +168,7 @@ class StageKeeping:
 
     async def serve_keep(self, stream: Stream, stage: int) -> None:
         """Keeps the copies that a host sends until it ends; raises LinkError when it falls silent."""
-        facts = self._context.facts
-        if facts.stage_role == "hosts" and facts.stage == stage:
-            raise LinkError(f"this node hosts stage {stage} itself")
+        self._expect_other_host(stage)
         await self._view.expect_host(stream.peer, stage)
         await stream.send(StageOpened())
         self._keeping[stage] = stream
@@ -177,15 +176,7 @@ class StageKeeping:
             while (message := await self._next(stream)) is not None:
                 match message:
                     case Copy(of_stage) if of_stage == stage:
-                        settings = self._context.settings
-                        await receive_copy(
-                            stream,
-                            message,
-                            self._folder(stage),
-                            self._context.spec,
-                            keep=settings.keep_checkpoints,
-                        )
-                        facts.count("stage_copies_kept")
+                        await self._take(stream, message)
                     case Beat():
                         continue
                     case _:
@@ -197,6 +188,32 @@ class StageKeeping:
         finally:
             if self._keeping.get(stage) is stream:
                 del self._keeping[stage]
+
+    def _expect_other_host(self, stage: int) -> None:
+        """Raises LinkError once the stage is this node's own: its checkpoints are the worker's to write."""
+        facts = self._context.facts
+        if facts.stage_role == "hosts" and facts.stage == stage:
+            raise LinkError(f"this node hosts stage {stage} itself")
+
+    async def _take(self, stream: Stream, copy: Copy) -> None:
+        """Takes a copy in. One at a time of a peer and stage: each lies on the disk until it is whole."""
+        self._expect_other_host(copy.stage)
+        taking = (stream.peer, copy.stage)
+        if taking in self._taking:
+            raise LinkError(f"another copy of stage {copy.stage} is coming from this peer")
+        self._taking.add(taking)
+        try:
+            await receive_copy(
+                stream,
+                copy,
+                self._folder(copy.stage),
+                self._context.spec,
+                keep=self._context.settings.keep_checkpoints,
+                admit=lambda: self._expect_other_host(copy.stage),
+            )
+        finally:
+            self._taking.discard(taking)
+        self._context.facts.count("stage_copies_kept")
 
     async def _next(self, stream: Stream) -> StageMessage | None:
         try:
