@@ -14,12 +14,11 @@ one back; each save prunes them to the last few, and a full disk takes them firs
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from safetensors import SafetensorError
 
 from peerloom.node.checkpoint_manifest import (
     FILES,
-    FORMAT,
     MANIFEST,
     META,
     TENSORS,
@@ -38,6 +36,8 @@ from peerloom.node.checkpoint_manifest import (
     seal,
     verify,
 )
+from peerloom.node.checkpoint_meta import Meta as Meta
+from peerloom.node.checkpoint_meta import parse_meta
 from peerloom.node.durable import fsync_dir, fsync_file, is_full, remove, storage_errors
 from peerloom.protocol.errors import MalformedMessage, StorageError
 
@@ -50,25 +50,6 @@ MAX_STEP = 10**12  # of what a peer hands over: above it a count is made up
 _NAME = re.compile(r"round-(\d{8,})")
 _TEMPORARY, _OUTGOING = ".new-", ".old-"
 _DAMAGED, _STALE = ".damaged-", ".stale-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meta:
-    """What a checkpoint says of itself. `round` is the next to train; `spec_hash` and `layout_digest` are hex."""
-
-    round: int
-    step: int
-    tokens: int
-    batch_cursor: int
-    spec_hash: str
-    layout_digest: str
-    adam_steps: int  # inner steps since the moments were last fresh
-    adopted_at: int | None = None  # step at which a donor's state was taken, while the rate warms up again
-    held_out_loss: float | None = None
-    pipeline: dict[str, Any] | None = None  # stage, lane and ledger of a pipeline's stage, whose theta this is
-    distances: list[float] = field(default_factory=list)  # to partners, behind the clip's median
-    versions: dict[str, str] = field(default_factory=dict)
-    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +180,9 @@ def load(path: Path, *, moments: bool = True) -> Checkpoint:
     """Reads one checkpoint folder, every digest verified."""
     manifest = verify(path)
     try:
-        meta = Meta(**json.loads((path / META).read_bytes()))
-        if meta.format != FORMAT:
-            raise Damaged(f"format {meta.format}, this version reads {FORMAT}")
+        meta = parse_meta((path / META).read_bytes())
         state, optimizer = (_read_parts if in_parts(manifest) else _read_files)(path, manifest, moments)
+        _check_types(state, optimizer)
         return Checkpoint(
             meta=meta,
             theta=state["theta"],
@@ -213,6 +193,15 @@ def load(path: Path, *, moments: bool = True) -> Checkpoint:
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise Damaged(str(error)) from error
+
+
+def _check_types(state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for name, tensor in (*state.items(), *optimizer.items()):
+        if tensor.dtype not in (kinds[:1] if name in state else kinds):
+            raise Damaged(f"{name} is of {tensor.dtype}")
 
 
 _State = tuple[dict[str, "torch.Tensor"], dict[str, "torch.Tensor"]]

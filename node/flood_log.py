@@ -78,7 +78,9 @@ class FloodLog:
         with storage_errors(f"the log {self._path}"):
             end = self._file.tell()
             try:
-                self._file.write(record)
+                left = memoryview(record)
+                while left:  # a disk nearly full takes a part, and says why when asked to take the rest
+                    left = left[self._file.write(left) :]
             except OSError:
                 self._file.truncate(end)  # half a record would hide all that come after it
                 self._file.seek(end)

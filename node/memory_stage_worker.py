@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from peerloom.node import checkpoint
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.memory_worker import MemoryDisk, MemoryWorker
 from peerloom.node.worker import messages
 from peerloom.node.worker.exchanges import Pieces
@@ -171,7 +172,7 @@ class MemoryStageWorker(MemoryWorker):
 
     def _save(self, ledger: dict[int, tuple[int, list[int]]], lane: int) -> Path:
         lanes = [[number, below, ahead] for number, (below, ahead) in ledger.items()]
-        meta = checkpoint.Meta(
+        meta = Meta(
             round=self._version,
             step=self._version,
             tokens=0,

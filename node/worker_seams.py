@@ -58,7 +58,7 @@ class WorkerReady:
     sketch: tuple[float, ...] = ()
     piece_bytes: tuple[int, ...] = ()  # of payload_bytes, piece by piece, as many a fragment; (): one
     replica_bytes: int = 0  # of a stage's encoded weights
-    pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint.Meta
+    pipeline: dict[str, Any] | None = None  # a stage's, from its checkpoint: see checkpoint_meta.Meta
     owners: str = ""  # which of several ranks holds how much, as a table
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peerloom.node.worker.inner_state import STEP, check_state, state_shapes
 from peerloom.optim.basis_rotation import BasisRotatedAdam
 from peerloom.optim.soap import SOAP
 from peerloom.protocol.runspec import TrainSpec
@@ -134,15 +135,20 @@ class InnerLoop:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave; raises ValueError when a tensor's shape does not fit its parameter."""
+        """Takes up what `state` gave; raises ValueError, with all moments forgotten, for what is not the like of it."""
         self.reset()
+        found: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self._named}
+        for key, value in state.items():
+            what, _, name = key.partition("/")
+            if name not in found:
+                raise ValueError(f"{key!r} is of no parameter here")
+            found[name][what] = value
         for name, parameter in self._named:
-            found = {key.split("/", 1)[0]: value for key, value in state.items() if key.split("/", 1)[1] == name}
-            for what, value in found.items():
-                fits = state_shape(what, parameter.shape)
-                if value.dim() and value.shape != fits:
-                    raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, not {tuple(fits)}")
-                where = None if what == "step" and self._device.type == "cpu" else self._device
+            shapes = state_shapes(parameter.shape, hidden=name in self._hidden, train=self._train)
+            check_state(name, found[name], shapes, parameter.dtype)
+        for name, parameter in self._named:
+            for what, value in found[name].items():
+                where = None if what == STEP and self._device.type == "cpu" else self._device
                 self._of(name).state[parameter][what] = value.clone().to(where) if where else value.clone()
 
 

@@ -106,9 +106,11 @@ def unpack(state: bytes, flow: SubCGE, periods: int) -> dict[str, Tensor]:
         found = safetensors.torch.load(state)
     except (SafetensorError, ValueError, KeyError, OverflowError) as error:
         raise MalformedMessage(f"{len(state)} bytes that are no sums: {error}") from error
-    opened = found.get("periods")
-    if set(found) != set(_empty(flow)) or (opened is not None and opened.numel() and int(opened.max()) >= periods):
-        raise MalformedMessage("the sums are of other tensors or later periods than this run's")
+    if set(found) != set(_empty(flow)) or any(tensor.dtype != torch.int64 for tensor in found.values()):
+        raise MalformedMessage("the sums are of other tensors than this run's")
+    opened = found["periods"]
+    if opened.numel() and int(opened.max()) >= periods:
+        raise MalformedMessage("the sums are of later periods than this run's")
     return found
 
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from peerloom.node.checkpoint_parts import MOMENTS, Parts, write_part
 from peerloom.node.durable import is_full
 from peerloom.node.worker.inner import matrix_rate, soap_settings, state_shape
+from peerloom.node.worker.inner_state import STEP
 from peerloom.node.worker.memory import Region, SharedBlock
 from peerloom.optim.matrix_fsdp import (
     OwnerOptimizer,
@@ -212,7 +213,8 @@ class Shard:
             for key in moments.keys():
                 name, what = key.rsplit("/", 1)
                 shape = moments.shape(key)
-                if shape and shape != (fits := state_shape(what, torch.Size(shapes[name]))):
+                fits = torch.Size(()) if what == STEP else state_shape(what, torch.Size(shapes[name]))
+                if tuple(shape) != tuple(fits):
                     raise ValueError(f"{what} of {name} has shape {shape}, not {tuple(fits)}")
             take_up_moments(self._model, self._optimizer, moments, moments.keys())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from peerloom.node import checkpoint
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.pace import Done, another_step, reservations
@@ -234,7 +234,7 @@ class GaslocTask(BuiltGasloc):
         if self._exchanges.open or self._exchanges.fragment:
             raise RuntimeError("a checkpoint holds a finished round: call finish() before save()")
         at = self._position
-        meta = checkpoint.Meta(
+        meta = Meta(
             round=at.round,
             step=at.step,
             tokens=at.tokens,

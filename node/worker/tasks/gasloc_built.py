@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.node import checkpoint
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.cursor import BatchCursor
 from peerloom.node.worker.data import Batches, Shards, check_enough, prepare
 from peerloom.node.worker.exchanges import Exchanges, Pieces
@@ -190,7 +191,7 @@ class BuiltGasloc:
     def _load_moments(self, found: checkpoint.Checkpoint) -> None:
         self._loop.load_state(found.optimizer)
 
-    def _write(self, meta: checkpoint.Meta) -> Path:
+    def _write(self, meta: Meta) -> Path:
         state = self._method.state_dict()
         return checkpoint.save(
             self._folder,

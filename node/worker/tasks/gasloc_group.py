@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from peerloom.node import checkpoint
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.checkpoint_parts import MODEL
 from peerloom.node.worker.group import Group, Pipe
 from peerloom.node.worker.memory import Region
@@ -88,7 +89,7 @@ class GaslocGroupTask(GaslocTask):
         assert found.folder is not None  # ours: it was read from disk
         self._group.load(found.folder)
 
-    def _write(self, meta: checkpoint.Meta) -> Path:
+    def _write(self, meta: Meta) -> Path:
         regions: dict[str, Region] = {MODEL: "theta", "previous": "previous"}
         if self._spec.gasloc.fragments > 1:
             regions["params"] = "params"

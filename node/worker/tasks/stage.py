@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from peerloom.node import checkpoint
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.worker import messages
 from peerloom.node.worker.between import Between
 from peerloom.node.worker.data import Batches, check_enough, content_digest, prepare
@@ -292,7 +293,7 @@ class StageTask:
         """Writes a checkpoint of the newest weights; raises StorageError."""
         version = self._weights.newest
         lanes = [[number, below, ahead] for number, (below, ahead) in ledger.items()]
-        meta = checkpoint.Meta(
+        meta = Meta(
             round=version,
             step=version,
             tokens=self._tokens,

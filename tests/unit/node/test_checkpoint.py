@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from peerloom.node import checkpoint as module
-from peerloom.node.checkpoint import Checkpoint, Meta, clear_leftovers, newest_intact, save
+from peerloom.node.checkpoint import Checkpoint, clear_leftovers, newest_intact, save
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.protocol.errors import StorageError
 
 

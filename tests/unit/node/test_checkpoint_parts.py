@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from peerloom.node import checkpoint as module
-from peerloom.node.checkpoint import Checkpoint, Meta, clear_leftovers, load, newest_intact, save, save_parts
+from peerloom.node.checkpoint import Checkpoint, clear_leftovers, load, newest_intact, save, save_parts
+from peerloom.node.checkpoint_meta import Meta
 from peerloom.node.checkpoint_parts import MOMENTS, Parts, finish, write_part
 from peerloom.protocol.errors import StorageError
 

@@ -112,6 +112,27 @@ def test_a_log_whose_state_is_lost_is_of_no_use(tmp_path: Path, damage: str) -> 
     assert again.items == [] and "missing or damaged" in again.note
 
 
+def test_what_a_disk_takes_in_parts_is_written_whole(tmp_path: Path) -> None:
+    log = FloodLog(tmp_path, RUN, OWN)
+
+    class Slow:
+        def __init__(self, inner: object) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._inner, name)
+
+        def write(self, data: bytes) -> int:
+            return self._inner.write(data[:7])  # type: ignore[attr-defined,no-any-return]
+
+    inner, log._file = log._file, Slow(log._file)  # type: ignore[assignment]
+    log.append(ITEMS[0])
+    log._file = inner
+    log.append(ITEMS[1])
+    log.close()
+    assert read(tmp_path).items == list(ITEMS[:2])
+
+
 def test_a_disk_that_refuses_is_named_and_half_a_record_does_not_stay(tmp_path: Path) -> None:
     log = FloodLog(tmp_path, RUN, OWN)
     log.append(ITEMS[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from peerloom.node.export import export
@@ -93,6 +94,16 @@ def test_periods_past_the_runs_are_no_state(tmp_path: Path) -> None:
     worker.apply((Batch(PeerId("peer-b"), 0, 60, (1,)),))
     with pytest.raises(MalformedMessage, match="later periods"):
         other.adopt_state(worker.export_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e4m3fn, torch.complex64])
+def test_sums_in_other_numbers_are_no_state(tmp_path: Path, dtype: torch.dtype) -> None:
+    worker = task(text_spec(tmp_path), tmp_path)
+    worker.apply((Batch(PeerId("peer-b"), 0, 0, (1,)),))
+    sums = safetensors.torch.load(worker.export_state())
+    for name in sums:
+        with pytest.raises(MalformedMessage, match="other tensors"):
+            worker.adopt_state(safetensors.torch.save(sums | {name: sums[name].to(torch.float32).to(dtype)}))
 
 
 @pytest.mark.parametrize("peer", ["peer-a", "peer-b", "peer-c", "peer-d"])
