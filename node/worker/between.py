@@ -8,8 +8,8 @@ from typing import Protocol
 class Between(Protocol):
     """The daemon's commands that may come while local steps run; both calls carry out a Finish that has come."""
 
-    def interrupted(self, round: int) -> bool:
-        """Whether the local steps of `round` are to end now."""
+    def interrupted(self, number: int) -> bool:
+        """Whether the local steps of that number are to end now."""
         ...
 
     def wait(self) -> None:

@@ -54,7 +54,7 @@ class Worker:
         self._waiting: deque[messages.Request] = deque()
         self._task: Task | None = None
         self._over = False
-        self._interrupted = -1  # the round whose local steps are to end
+        self._interrupted = -1  # the number of the local steps that are to end
         self._steps, self._told_at = 0, 0.0
 
     def run(self) -> None:
@@ -64,7 +64,7 @@ class Worker:
             if isinstance(request.command, messages.Stop):
                 return
             if isinstance(request.command, messages.Interrupt):
-                continue  # it came too late: that round's steps are over
+                continue  # it came too late: those steps are over
             self._answer(request)
 
     def _answer(self, request: messages.Request) -> None:
@@ -103,12 +103,12 @@ class Worker:
     def _progress(self, what: str, share: float) -> None:
         self._pipe.send(messages.Progress(what, share))
 
-    def interrupted(self, round: int) -> bool:
-        """Whether to end the local steps of `round`; commands but a Finish that is due wait. Asked after each step."""
+    def interrupted(self, number: int) -> bool:
+        """Whether to end the local steps of that number; commands but a Finish that is due wait. Asked after each step."""
         self._tell_steps()
         while self._pipe.poll():
             self.wait()
-        return self._interrupted == round
+        return self._interrupted == number
 
     def wait(self) -> None:
         """Takes the next command as `interrupted` does."""
@@ -116,8 +116,8 @@ class Worker:
         match request.command:
             case messages.Stop():
                 raise _Over
-            case messages.Interrupt(round):
-                self._interrupted = round
+            case messages.Interrupt(number):
+                self._interrupted = number
             case messages.Finish() if self._task is not None and self._task.exchanging:
                 self._answer(request)
             case _:

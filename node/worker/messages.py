@@ -22,8 +22,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Run the local steps of `round` that lead to the fragment's exchange."""
+    """Run the local steps of `round` that lead to the fragment's exchange. `number` is Interrupt's."""
 
+    number: int
     round: int
     fragment: int = 0
     linger_s: float = 0.0
@@ -31,12 +32,12 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End the local steps of `round`, or of SeedFlow's Steps of that number, after the current one. Has no reply.
+    """End the local steps of the Train, or of SeedFlow's Steps, of that number after the current one. Has no reply.
 
-    Of another round: too late, ignored.
+    Of another one: too late, ignored. (A round has a Train for each fragment.)
     """
 
-    round: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """SeedFlow's local steps, each applied at once; answered by StepsTaken. `number` is Interrupt's `round`."""
+    """SeedFlow's local steps, each applied at once; answered by StepsTaken. `number` is Interrupt's."""
 
     number: int
     count: int

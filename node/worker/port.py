@@ -23,7 +23,7 @@ class WorkerProcess(WorkerCalls):
 
     def __init__(self, launched: WorkerCalls | None = None, *, ranks: int = 1) -> None:
         super().__init__(launched, ranks=ranks)
-        self._round = -1
+        self._trains = 0  # asked for
         self._block: SharedBlock | None = None
 
     async def start(self, setup: WorkerSetup, progress: Callable[[str, float], None]) -> WorkerReady:
@@ -38,8 +38,8 @@ class WorkerProcess(WorkerCalls):
 
     async def train(self, round: int, fragment: int = 0, linger_s: float = 0.0) -> RoundTrained:
         """Runs the fragment's local steps of `round`; raises StorageError when the batch cursor cannot be kept."""
-        self._round = round
-        return await self._call(messages.Train(round, fragment, linger_s), RoundTrained)
+        self._trains += 1
+        return await self._call(messages.Train(self._trains, round, fragment, linger_s), RoundTrained)
 
     async def ask(self, command: messages.Command, answer: type[Answer]) -> Answer:
         """Carries out a command of the spec's method."""
@@ -47,7 +47,7 @@ class WorkerProcess(WorkerCalls):
 
     async def interrupt(self) -> None:
         """Ends the local steps under way after the current one."""
-        self._tell(messages.Interrupt(self._round))
+        self._tell(messages.Interrupt(self._trains))
 
     def outbox(self, pieces: Span = (0, 1)) -> memoryview:
         """These pieces of the encoded proposal, read-only."""

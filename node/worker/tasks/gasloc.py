@@ -53,8 +53,8 @@ class GaslocTask(BuiltGasloc):
     def obey(self, command: messages.Command, between: Between) -> object:
         """Carries out one command; `between` is called between local steps."""
         match command:
-            case messages.Train(round, fragment, linger_s):
-                return self.train(round, lambda: between.interrupted(round), fragment, between.wait, linger_s)
+            case messages.Train(number, round, fragment, linger_s):
+                return self.train(round, lambda: between.interrupted(number), fragment, between.wait, linger_s)
             case messages.Take(fragment, weight, pieces, replace):
                 return self.take(fragment, weight, pieces, replace)
             case messages.Settle(fragment):

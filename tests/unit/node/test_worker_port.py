@@ -113,6 +113,30 @@ async def test_interrupt_ends_a_round_early(make: Make, tmp_path: Path) -> None:
     assert (await worker.finish(mix=False)).round == 1
 
 
+async def test_an_interrupt_is_of_one_fragment_s_steps_and_the_next_one_s_go_on(make: Make, tmp_path: Path) -> None:
+    """As in timed rounds, where each fragment's steps end when a partner is found."""
+    spec = tiny_spec(write_text(tmp_path / "text"), local_steps=4 * 10**6)
+    given = setup(replace(spec, gasloc=replace(spec.gasloc, fragments=4)), tmp_path)
+    worker = make()
+    await started(worker, given)
+    counts = []
+    for fragment in range(3):
+        training = asyncio.create_task(worker.train(0, fragment))
+        await asyncio.sleep(0.5)
+        assert not training.done()
+        await worker.interrupt()
+        counts.append((await training).batches)
+        await worker.settle(fragment)
+    await worker.interrupt()  # too late for all
+    training = asyncio.create_task(worker.train(0, 3))
+    await asyncio.sleep(0.1)
+    assert not training.done()
+    await worker.interrupt()
+    await training
+    assert min(counts) > 1
+    assert (await worker.finish(mix=False)).round == 1
+
+
 async def test_a_timed_round_lingers_until_it_is_interrupted(make: Make, tmp_path: Path) -> None:
     spec = tiny_spec(write_text(tmp_path / "text"))
     given = setup(replace(spec, gasloc=replace(spec.gasloc, round_s=0.2)), tmp_path)
