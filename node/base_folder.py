@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from peerloom.node.durable import fsync_dir, fsync_file, replace_file, storage_errors
+from peerloom.node.durable import fsync_dir, fsync_file, replace_file, storage_errors, write_at
 from peerloom.protocol.base import ENCODINGS, TOKENIZER, BaseFiles, pack_files
 from peerloom.protocol.errors import MalformedMessage
 from peerloom.protocol.limits import CHUNK_BYTES
@@ -113,10 +113,7 @@ class WeightsFile:
         """Writes one piece; raises StorageError."""
         self.received += len(data)
         with storage_errors(f"the base model {self.path}"):
-            left = memoryview(data)
-            while left:
-                written = os.pwrite(self._fd, left, offset)
-                left, offset = left[written:], offset + written
+            write_at(self._fd, data, offset)
 
     def close(self) -> None:
         """No more pieces."""

@@ -54,6 +54,22 @@ def is_full(error: StorageError) -> bool:
     return isinstance(error.__cause__, Exception) and _errno_of(error.__cause__) in (errno.ENOSPC, errno.EDQUOT)
 
 
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """All of it: one call moves 2 GiB at most, and less where a disk is nearly full."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """All of it, or as much as there is."""
+    found = bytearray()
+    while len(found) < size and (more := os.pread(fd, size - len(found), offset + len(found))):
+        found += more
+    return bytes(found)
+
+
 def fsync_dir(folder: Path) -> None:
     """Makes the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -39,8 +39,8 @@ class BasisRotatedAdam(Optimizer):
     one row or column, and those of groups with `rotate` False (embeddings, the head), get plain AdamW. A side longer
     than `max_side` keeps the identity. Every argument but `params` may be set by group; groups that differ in `lr` or
     `weight_decay` alone are still worked on together. Memory beyond AdamW's: 2 (m^2 + n^2) elements a matrix for
-    ("2nd", "bilateral"), half of it for "1st", and for "unilateral" the smaller side's alone. Moments and bases are
-    fp32, or fp64 for fp64 weights.
+    ("2nd", "bilateral"), half of it for "1st", and for "unilateral" the smaller side's alone. Moments and bases of
+    rotated weights are fp32, or fp64 for fp64 weights; plain AdamW's moments are as their parameter.
 
     A parameter's state holds `step`, `exp_avg`, `exp_avg_sq` (both in the rotated basis) and, where they are used,
     `left`, `right` (U, V) and `left_cov`, `right_cov` (L, R).

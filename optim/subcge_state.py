@@ -17,6 +17,7 @@ from peerloom.optim.subcge_small import SmallTensors
 FRACTION_BITS = 16  # of a scalar, unless said otherwise: a unit is 2^-16
 SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
 _INT64_MAX = 2**63 - 1
+_PLACES = 1 << 20  # worked out at a time
 
 
 class Message(NamedTuple):
@@ -184,12 +185,17 @@ class ExactState:
         return rows
 
     def _sum_of(self, rows: Tensor) -> Tensor:
-        seeds = message_seeds(self._run_seed, rows[:, 0], rows[:, 1])
+        """A piece of the messages at a time: each has a place in every matrix."""
         cells = self._rank * self._rank
-        places = coordinates(seeds, self._keys, self._rank).add_(torch.arange(len(self._keys)) * cells)
-        scalars = rows[:, 3:].expand_as(places)
+        offsets = torch.arange(len(self._keys)) * cells
         flat = torch.zeros(len(self._keys) * cells, dtype=torch.int64)
-        return flat.index_add_(0, places.flatten(), scalars.flatten()).view(self.shape)
+        most = max(1, _PLACES // max(1, len(self._keys)))
+        for start in range(0, len(rows), most):
+            piece = rows[start : start + most]
+            seeds = message_seeds(self._run_seed, piece[:, 0], piece[:, 1])
+            places = coordinates(seeds, self._keys, self._rank).add_(offsets)
+            flat.index_add_(0, places.flatten(), piece[:, 3:].expand_as(places).flatten())
+        return flat.view(self.shape)
 
     def _small_sum_of(self, rows: Tensor) -> Tensor:
         return self._small.sum_of(message_seeds(self._run_seed, rows[:, 0], rows[:, 1]), rows[:, 3])

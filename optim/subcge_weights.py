@@ -16,6 +16,7 @@ from peerloom.optim.subcge_state import ExactState
 from peerloom.optim.subcge_subspace import Subspace, folded_shape
 from peerloom.optim.subcge_targets import Target
 
+_AT_ONCE = 4  # periods whose factors are held
 _CACHE_LINE = 64  # bytes; where torch's memory on the CPU begins
 
 
@@ -128,11 +129,18 @@ class Weights:
         """destination = source + weight * sum of parts, in order, in float32, a piece at a time.
 
         A piece is summed where it will lie if memory made for it alone would be alike, else in such memory: a product
-        may round differently elsewhere.
+        may round differently elsewhere. The factors of a few periods are held at a time, where many are summed.
         """
         shape = folded_shape(target.parameter.shape)
-        device = target.parameter.device
         original, written = source[target.name].view(shape), destination.detach().view(shape)
+        most = _AT_ONCE if written.dtype == torch.float32 else max(1, len(parts))  # 16 bits would round in between
+        for start in range(0, max(1, len(parts)), most):
+            self._write_some(target, original if start == 0 else written, written, parts[start : start + most])
+
+    def _write_some(
+        self, target: Target, original: Tensor, written: Tensor, parts: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        device = target.parameter.device
         with torch.no_grad():
             found = [(self.subspace(target, period), sums) for period, sums in parts]
             summed = [(subspace, subspace.combined(sums, self._weight)) for subspace, sums in found]

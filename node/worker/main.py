@@ -104,7 +104,7 @@ class Worker:
         self._pipe.send(messages.Progress(what, share))
 
     def interrupted(self, number: int) -> bool:
-        """Whether to end the local steps of that number; commands but a Finish that is due wait. Asked after each step."""
+        """Whether to end the steps of that number; commands but a Finish that is due wait. Asked after each step."""
         self._tell_steps()
         while self._pipe.poll():
             self.wait()

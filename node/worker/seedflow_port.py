@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from peerloom.node.durable import read_at, write_at
 from peerloom.node.worker import messages
 from peerloom.node.worker.calls import WorkerCalls
 from peerloom.node.worker_seams import Evaluation, SeedflowReady, StepsTaken, WorkerDied, WorkerSetup
@@ -57,7 +58,7 @@ class SeedflowProcess(WorkerCalls):
     async def export_state(self) -> bytes:
         """All sums."""
         size = await self._call(messages.ExportState(), int)
-        data = os.pread(self._memory_fd, size, 0)
+        data = read_at(self._memory_fd, size, 0)
         if len(data) != size:
             raise WorkerDied("the worker's sums are not in the shared memory")
         return data
@@ -66,7 +67,7 @@ class SeedflowProcess(WorkerCalls):
         """Takes sums in place of all there are; raises MalformedMessage."""
         if self._child is not None:
             os.ftruncate(self._memory_fd, 0)
-            os.pwrite(self._memory_fd, state, 0)
+            write_at(self._memory_fd, state, 0)
         await self._call(messages.AdoptState(len(state)), NONE)
 
     async def base_numel(self, folder: Path) -> int:

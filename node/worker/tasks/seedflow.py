@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from peerloom.node.durable import storage_errors
+from peerloom.node.durable import read_at, storage_errors, write_at
 from peerloom.node.worker import base, messages
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.between import Between
@@ -123,7 +123,7 @@ class SeedflowTask:
             case messages.ExportState():
                 return self._export()
             case messages.AdoptState(size):
-                self.adopt_state(os.pread(self._memory_fd, size, 0))
+                self.adopt_state(read_at(self._memory_fd, size, 0))
                 return None
             case messages.Evaluate():
                 return self.evaluate()
@@ -189,7 +189,7 @@ class SeedflowTask:
     def _export(self) -> int:
         data = self.export_state()
         os.ftruncate(self._memory_fd, 0)
-        os.pwrite(self._memory_fd, data, 0)
+        write_at(self._memory_fd, data, 0)
         return len(data)
 
     def adopt_state(self, state: bytes) -> None:

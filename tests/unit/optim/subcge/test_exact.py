@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from peerloom.optim import subcge_state, subcge_weights
 from peerloom.optim.subcge import SCALAR_LIMIT, Message, SubCGE
 from peerloom.optim.subcge_random import NORMAL_LIMIT
 from tests.unit.optim.subcge.models import Tied, bits, equal, tied
@@ -94,6 +95,44 @@ def test_a_late_message_goes_to_its_own_subspace() -> None:
         assert not node.stale
     assert equal(bits(early), bits(late))
     assert not equal(bits(early), bits(tied()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_periods_are_summed_a_few_at_a_time_to_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [Message(1, at, at, (at % 7 - 3) * 10**8) for at in range(30 * PERIOD)]
+    found, held = [], []
+    for at_once in (1000, 4, 1):
+        monkeypatch.setattr(subcge_weights, "_AT_ONCE", at_once)
+        model = tied(dtype)
+        node = flow(model)
+        node.apply(messages)  # all periods are pending
+        pending = bits(model)
+        node.advance(30 * PERIOD)  # and folded
+        found.append([*pending, *bits(model)])
+        most = 0
+
+        def counted(target: object, original: object, written: object, parts: list[object]) -> None:
+            nonlocal most
+            most = max(most, len(parts))
+
+        monkeypatch.setattr(node._weights, "_write_some", counted)
+        node._weights.late = {period: node.state.sums[period] for period in range(30)}
+        node.rebuild()
+        held.append(most)
+    assert all(equal(found[0], other) for other in found[1:])
+    assert held == [30, 4, 1]
+
+
+def test_sums_of_many_messages_are_worked_out_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [Message(1, at, at % PERIOD, at * 1000) for at in range(100)]
+    whole = flow(tied())
+    whole.absorb(messages)
+    monkeypatch.setattr(subcge_state, "_PLACES", 7)
+    pieces = flow(tied())
+    pieces.absorb(messages)
+    assert pieces.state_hash() == whole.state_hash()
 
 
 def test_weights_do_not_drift_in_bf16() -> None:
