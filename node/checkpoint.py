@@ -232,16 +232,6 @@ def newest_files(folder: Path) -> tuple[int, list[Path]] | None:
     return None
 
 
-def incoming_folder(folder: Path) -> Path:
-    """An empty folder to write a peer's checkpoint to, for take_in(); raises StorageError."""
-    target = folder / f"{_TEMPORARY}incoming"
-    with storage_errors(f"the checkpoints in {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        remove(target)
-        target.mkdir()
-    return target
-
-
 def take_in(folder: Path, incoming: Path, spec_hash: str, stage: int, *, keep: int = KEEP) -> Meta:
     """Puts a stage's checkpoint that came from a peer among our own of the stage, as the newest.
 

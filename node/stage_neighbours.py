@@ -11,7 +11,15 @@ from peerloom.node.stage_driver import StageDriver
 from peerloom.node.stage_link import Stream
 from peerloom.node.stage_seeking import TICK_S, StageSeeker
 from peerloom.node.stage_view import StageView
-from peerloom.protocol.errors import LinkError, MalformedMessage, PeerError, PeerloomError
+from peerloom.protocol.errors import (
+    LinkError,
+    MalformedMessage,
+    NoDonor,
+    PeerError,
+    PeerloomError,
+    RunMismatch,
+    VersionMismatch,
+)
 from peerloom.protocol.services import STAGE
 from peerloom.protocol.stage_messages import StageOpen, StageOpened
 from peerloom.protocol.types import PeerId, PeerRecord
@@ -74,7 +82,7 @@ class StageNeighbours:
             log.info("linked with %s of stage %d", short(record.peer_id), stage)
             self._seeker.wake()
             await driver.serve_downstream(stream)
-        except (PeerError, TimeoutError) as error:
+        except (PeerError, NoDonor, RunMismatch, VersionMismatch, TimeoutError) as error:  # whatever a peer may name
             log.info("the link with %s of stage %d ended: %s", short(record.peer_id), stage, str(error) or "no answer")
         finally:
             await stream.close()

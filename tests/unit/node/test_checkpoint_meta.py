@@ -52,7 +52,8 @@ def test_what_is_no_object_is_damaged(data: bytes) -> None:
 def test_a_peer_s_copy_in_numbers_that_are_not_ours_is_refused_and_gone(
     tmp_path: Path, file: str, dtype: torch.dtype
 ) -> None:
-    incoming = checkpoint.incoming_folder(tmp_path)
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
     tensors = {"theta.safetensors": {"theta": torch.zeros(4), "previous": torch.empty(0)}, "optimizer.safetensors": {}}
     tensors[file]["theta" if file == TENSORS[0] else "exp_avg/x"] = torch.zeros(4).to(dtype)
     for name, content in tensors.items():
