@@ -155,17 +155,11 @@ class PeerLink:
         """Another host, or nobody, may be at one address of several."""
         try:
             endpoint = await self._dialer.endpoint(self.record, way)
+            attempt = _Attempt(endpoint, self._open(endpoint))
         except PeerError as error:
             raise _named(way, error) from None
-        channel = open_channel(
-            endpoint.target,
-            self.record.cert_der,
-            capped=bool(self._traffic.caps.download),
-            relayed=endpoint.relayed,
-        )
-        attempt = _Attempt(endpoint, channel)
         try:
-            attempt.token = await self._prove_on(channel)
+            attempt.token = await self._prove_on(attempt.channel)
         except PeerError as error:
             if isinstance(error, LinkError):
                 endpoint.failed()
@@ -175,6 +169,15 @@ class PeerLink:
             await _give_up(attempt)
             raise
         return attempt
+
+    def _open(self, endpoint: Endpoint) -> Channel:
+        """A channel to the endpoint, which is let go where there can be none."""
+        capped = bool(self._traffic.caps.download)
+        try:
+            return open_channel(endpoint.target, self.record.cert_der, capped=capped, relayed=endpoint.relayed)
+        except BaseException:
+            endpoint.release()
+            raise
 
     def _failure(self, failures: list[PeerloomError]) -> PeerloomError:
         worst = next((error for error in failures if not isinstance(error, LinkError)), failures[0])

@@ -45,7 +45,7 @@ def pinned_pem(cert_der: bytes) -> bytes:
     """The certificate as the one root a client trusts; raises MalformedMessage when a record's bytes are none."""
     try:
         x509.load_der_x509_certificate(cert_der)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):  # which is no ValueError
         raise MalformedMessage("the record's certificate does not parse") from None
     return ssl.DER_cert_to_PEM_cert(cert_der).encode()
 

@@ -13,6 +13,7 @@ import pytest
 
 from peerloom.node import grpc_client, grpc_transport
 from peerloom.node.clock import SystemClock
+from peerloom.node.dialer import Endpoint, PlainDialer, PlainEndpoint
 from peerloom.node.grpc_client import PeerLink
 from peerloom.node.grpc_wire import (
     FETCH,
@@ -40,8 +41,9 @@ from peerloom.protocol.errors import (
 from peerloom.protocol.handshake import HelloReply
 from peerloom.protocol.messages import FetchRequest
 from peerloom.protocol.services import EXCHANGE
-from peerloom.protocol.types import RunId
+from peerloom.protocol.types import PeerRecord, RunId
 
+from .test_tls import of_another_version
 from .wire import NOW, Handler, Swarm, claim_of, record_of
 
 
@@ -221,6 +223,28 @@ async def test_a_record_that_cannot_be_dialled(
     record = record_of(Identity.generate().peer_id, addresses, cert or make_certificate(NOW).der)
     with pytest.raises(expected, match=words):
         await swarm.client().status(record)
+
+
+class Counting(PlainDialer):
+    """Counts the endpoints that are let go."""
+
+    released = 0
+
+    async def endpoint(self, peer: PeerRecord, route: str) -> Endpoint:
+        made = PlainEndpoint(route)
+        made.release = self._release  # type: ignore[method-assign]
+        return made
+
+    def _release(self) -> None:
+        self.released += 1
+
+
+@pytest.mark.parametrize("cert", [b"no certificate", of_another_version(make_certificate(NOW).der)])
+async def test_a_certificate_that_is_none_ends_the_call_and_lets_the_endpoint_go(swarm: Swarm, cert: bytes) -> None:
+    record, dialer = record_of(Identity.generate().peer_id, ("127.0.0.1:1", "127.0.0.1:2"), cert), Counting()
+    with pytest.raises(MalformedMessage, match="certificate does not parse"):
+        await swarm.client(dialer=dialer).status(record)
+    assert dialer.released == 2
 
 
 async def test_the_clock_offset_is_measured(swarm: Swarm) -> None:

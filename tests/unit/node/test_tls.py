@@ -18,6 +18,12 @@ NOW = 1_700_000_000.0
 DAY = 86_400.0
 
 
+def of_another_version(der: bytes) -> bytes:
+    """The certificate with the one byte changed that says its version."""
+    at = der.index(bytes.fromhex("a003020102")) + 4
+    return der[:at] + b"\7" + der[at + 1 :]
+
+
 def test_a_certificate_is_p256_and_bears_the_pinned_name_around_any_plausible_clock() -> None:
     made = tls.make_certificate(NOW)
     certificate = x509.load_der_x509_certificate(made.der)
@@ -37,6 +43,11 @@ def test_a_certificate_is_p256_and_bears_the_pinned_name_around_any_plausible_cl
 def test_what_is_no_certificate_is_malformed() -> None:
     with pytest.raises(MalformedMessage, match="does not parse"):
         tls.pinned_pem(b"\x30\x03abc")
+
+
+def test_a_certificate_of_a_version_that_there_is_not_is_malformed() -> None:
+    with pytest.raises(MalformedMessage, match="does not parse"):
+        tls.pinned_pem(of_another_version(tls.make_certificate(NOW).der))
 
 
 def test_a_restart_keeps_the_certificate_private(tmp_path: Path) -> None:
