@@ -51,7 +51,7 @@ def verify(path: Path) -> dict[str, Any]:
                 raise Damaged(f"{name} has {found} bytes instead of {size}")
             if fingerprint(path / name)["blake3"] != digest:
                 raise Damaged(f"{name} does not match its digest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
     return manifest
 

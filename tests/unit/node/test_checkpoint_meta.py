@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from peerloom.node import checkpoint
-from peerloom.node.checkpoint_manifest import TENSORS, Damaged, fingerprint, seal
+from peerloom.node.checkpoint_manifest import MANIFEST, TENSORS, Damaged, fingerprint, seal
 from peerloom.node.checkpoint_meta import Meta, parse_meta
 from peerloom.protocol.errors import MalformedMessage
 
@@ -45,6 +45,16 @@ def test_what_is_not_of_its_kind_is_damaged(change: dict[str, Any]) -> None:
 def test_what_is_no_object_is_damaged(data: bytes) -> None:
     with pytest.raises(Damaged):
         parse_meta(data)
+
+
+@pytest.mark.parametrize("data", [b"7", b"[]", b'{"files": 7}', b'{"files": {"meta.json": 7}}', b"[" * 10**5])
+def test_a_peer_s_copy_without_a_manifest_is_refused_and_gone(tmp_path: Path, data: bytes) -> None:
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
+    (incoming / MANIFEST).write_bytes(data)
+    with pytest.raises(MalformedMessage, match="damaged"):
+        checkpoint.take_in(tmp_path, incoming, "h", 1)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.int64, torch.complex64])
