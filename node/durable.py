@@ -156,7 +156,7 @@ class SlotFile:
         sequence = self._sequence + 1
         fd = os.open(self._path, os.O_WRONLY)
         try:
-            os.pwrite(fd, _encode_slot(sequence, value), sequence % 2 * self.SLOT_BYTES)
+            write_at(fd, _encode_slot(sequence, value), sequence % 2 * self.SLOT_BYTES)
             os.fsync(fd)
         finally:
             os.close(fd)
