@@ -17,7 +17,7 @@ from peerloom.optim.subcge_small import SmallTensors
 FRACTION_BITS = 16  # of a scalar, unless said otherwise: a unit is 2^-16
 SCALAR_LIMIT = 2**31 - 1  # a scalar fits 32 bits whatever the bound
 _INT64_MAX = 2**63 - 1
-_PLACES = 1 << 20  # worked out at a time
+_PLACES = 1 << 16  # worked out at a time: the temporaries stay in the cache
 
 
 class Message(NamedTuple):

@@ -129,13 +129,18 @@ class Weights:
         """destination = source + weight * sum of parts, in order, in float32, a piece at a time.
 
         A piece is summed where it will lie if memory made for it alone would be alike, else in such memory: a product
-        may round differently elsewhere. The factors of a few periods are held at a time, where many are summed.
+        may round differently elsewhere. The factors of a few periods are held at a time, where many are summed; what
+        is summed between them lies in a float32 destination, else in memory of the tensor's size.
         """
         shape = folded_shape(target.parameter.shape)
         original, written = source[target.name].view(shape), destination.detach().view(shape)
-        most = _AT_ONCE if written.dtype == torch.float32 else max(1, len(parts))  # 16 bits would round in between
-        for start in range(0, max(1, len(parts)), most):
-            self._write_some(target, original if start == 0 else written, written, parts[start : start + most])
+        between = written
+        if len(parts) > _AT_ONCE and written.dtype != torch.float32:  # 16 bits would round in between
+            between = torch.empty(shape, dtype=torch.float32, device=target.parameter.device)
+        while len(parts) > _AT_ONCE:
+            self._write_some(target, original, between, parts[:_AT_ONCE])
+            original, parts = between, parts[_AT_ONCE:]
+        self._write_some(target, original, written, parts)
 
     def _write_some(
         self, target: Target, original: Tensor, written: Tensor, parts: Sequence[tuple[int, Tensor]]
@@ -145,7 +150,8 @@ class Weights:
             found = [(self.subspace(target, period), sums) for period, sums in parts]
             summed = [(subspace, subspace.combined(sums, self._weight)) for subspace, sums in found]
             for rows in target.pieces():
-                begin, end = original[rows].to(device, torch.float32), written[rows]
+                end = written[rows]
+                begin = (end if original is written else original[rows]).to(device, torch.float32)
                 total = end if _as_if_made(end) and end.device == device else torch.empty_like(begin)
                 for subspace, combined in summed:
                     begin = subspace.add(begin, rows.start, combined, total)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from peerloom.optim import subcge_state, subcge_weights
+from peerloom.optim import subcge_state, subcge_targets, subcge_weights
 from peerloom.optim.subcge import SCALAR_LIMIT, Message, SubCGE
-from peerloom.optim.subcge_random import NORMAL_LIMIT
+from peerloom.optim.subcge_random import NORMAL_LIMIT, coordinates
+from peerloom.optim.subcge_subspace import Subspace
 from tests.unit.optim.subcge.models import Tied, bits, equal, tied
 
 PERIOD = 5
@@ -97,42 +100,59 @@ def test_a_late_message_goes_to_its_own_subspace() -> None:
     assert not equal(bits(early), bits(tied()))
 
 
+class Seen(Subspace):
+    """Knows how many there are at once."""
+
+    alive = weakref.WeakSet[Subspace]()
+    most = 0
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        Seen.alive.add(self)
+        Seen.most = max(Seen.most, len(Seen.alive))
+
+
+@pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_periods_are_summed_a_few_at_a_time_to_the_same_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, folded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = [Message(1, at, at, (at % 7 - 3) * 10**8) for at in range(30 * PERIOD)]
-    found, held = [], []
+    monkeypatch.setattr(subcge_targets, "_PIECE", 12)  # two rows of the embedding
+    monkeypatch.setattr(subcge_weights, "Subspace", Seen)
+    found = []
     for at_once in (1000, 4, 1):
         monkeypatch.setattr(subcge_weights, "_AT_ONCE", at_once)
         model = tied(dtype)
-        node = flow(model)
-        node.apply(messages)  # all periods are pending
-        pending = bits(model)
-        node.advance(30 * PERIOD)  # and folded
-        found.append([*pending, *bits(model)])
-        most = 0
-
-        def counted(target: object, original: object, written: object, parts: list[object]) -> None:
-            nonlocal most
-            most = max(most, len(parts))
-
-        monkeypatch.setattr(node._weights, "_write_some", counted)
-        node._weights.late = {period: node.state.sums[period] for period in range(30)}
-        node.rebuild()
-        held.append(most)
-    assert all(equal(found[0], other) for other in found[1:])
-    assert held == [30, 4, 1]
+        node = flow(model, cached=1)
+        node.advance(30 * PERIOD if folded else 0)
+        Seen.alive.clear()
+        Seen.most = 0
+        node.absorb(messages)
+        node.load_state(node.export_state())
+        found.append(bits(model))
+        kept = len(node.matrices)  # the current period's
+        assert Seen.most >= 30 if at_once == 1000 else Seen.most <= at_once + kept
+    assert all(equal(found[0], other) for other in found[1:]) and not equal(found[0], bits(tied(dtype)))
 
 
 def test_sums_of_many_messages_are_worked_out_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [Message(1, at, at % PERIOD, at * 1000) for at in range(100)]
+    widths = list[int]()
+
+    def seen(seeds: torch.Tensor, keys: torch.Tensor, rank: int) -> torch.Tensor:
+        widths.append(len(seeds) * len(keys))
+        return coordinates(seeds, keys, rank)
+
+    monkeypatch.setattr(subcge_state, "coordinates", seen)
     whole = flow(tied())
     whole.absorb(messages)
+    assert widths == [300], "three matrices, in one"
+    widths.clear()
     monkeypatch.setattr(subcge_state, "_PLACES", 7)
     pieces = flow(tied())
     pieces.absorb(messages)
-    assert pieces.state_hash() == whole.state_hash()
+    assert set(widths) == {6} and pieces.state_hash() == whole.state_hash()
 
 
 def test_weights_do_not_drift_in_bf16() -> None:
