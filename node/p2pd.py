@@ -191,9 +191,11 @@ class P2pDaemon:
         from hivemind.proto import p2pd_pb2
         from hivemind.utils.multiaddr import Multiaddr
 
-        connect = p2pd_pb2.ConnectRequest(
-            peer=PeerID.from_base58(peer_id).to_bytes(), addrs=[Multiaddr(multiaddr).to_bytes()]
-        )
+        try:
+            target, packed = PeerID.from_base58(peer_id).to_bytes(), Multiaddr(multiaddr).to_bytes()
+        except ValueError as error:
+            raise LinkError(f"{peer_id} at {multiaddr} cannot be dialled: {error}") from None
+        connect = p2pd_pb2.ConnectRequest(peer=target, addrs=[packed])
         await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), timeout_s)
 
     async def disconnect(self, peer_id: PeerId) -> None:

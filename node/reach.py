@@ -74,6 +74,7 @@ class ReachDriver:
         finally:
             jobs = [*self._kept.values(), *self._jobs]
             for job in jobs:
+                job.remove_done_callback(self._done)  # which would begin others
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
@@ -171,6 +172,13 @@ class ReachDriver:
         self._jobs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
+            self._failed(task)
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        """A relay whose keeping failed is not kept, whatever it was that failed."""
+        for relay in [relay for relay, job in self._kept.items() if job is task]:
+            del self._kept[relay]
+            self._handle(reach.RelayLost(relay, "broken"))
 
 
 def _fit(multiaddrs: tuple[str, ...]) -> tuple[str, ...]:

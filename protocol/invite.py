@@ -14,7 +14,7 @@ _HOSTS = ("ip4", "ip6", "dns4", "dns6", "dns")
 _EXAMPLE = "/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…#0123456789abcdef"
 _MAX_CHARS = 512
 _QUOTES = "\"'`“”‘’«»<>"
-_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -109,6 +109,8 @@ def _check_host(text: str, protocol: str, host: str) -> str:
             return str(ipaddress.IPv6Address(host))
     except ValueError as error:
         raise _wrong(text, f"{host} is no IPv{protocol[2]} address") from error
+    if "_" in host:  # a container's name may have one; libp2p's reader of addresses knows none
+        raise _wrong(text, f"{host} cannot be dialled, since it has a _ in it; give the address, or a name without one")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in host.rstrip(".").split(".")):
         raise _wrong(text, f"{host} is no host name")
     return host

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from peerloom.node.p2pd import SOCKET_NAME_BYTES, SOCKETS, P2pDaemon, P2pdOptions, remove_dead_sockets, socket_folder
+from peerloom.node.p2pd import (
+    SOCKET_NAME_BYTES,
+    SOCKETS,
+    P2pDaemon,
+    P2pdOptions,
+    load_hivemind,
+    remove_dead_sockets,
+    socket_folder,
+)
+from peerloom.protocol.errors import LinkError
+from peerloom.protocol.peer_id import peer_id_of
+from peerloom.protocol.types import PeerId
 from tests.helpers import swarm_folder
 
 
@@ -57,6 +68,20 @@ async def test_all_sockets_lie_with_the_temporary_files_and_none_stays(monkeypat
         finally:
             await daemon.stop()
         assert not list(folder.glob("*.sock"))
+
+
+@pytest.mark.parametrize(
+    ("peer", "multiaddr"),
+    [
+        (peer_id_of(bytes(32)), "/dns4/a_b/tcp/80"),
+        (peer_id_of(bytes(32)), "/ip4/1.2.3.4/tcp"),
+        ("0OIl", "/ip4/1.2.3.4/tcp/80"),
+    ],
+)
+async def test_what_libp2p_cannot_read_is_a_peer_that_cannot_be_dialled(peer: str, multiaddr: str) -> None:
+    load_hivemind()
+    with pytest.raises(LinkError, match="cannot be dialled"):
+        await P2pDaemon.connect(P2pDaemon.__new__(P2pDaemon), PeerId(peer), multiaddr, 1.0)
 
 
 async def _ignore(*_: object) -> None: ...

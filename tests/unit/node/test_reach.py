@@ -10,12 +10,17 @@ from typing import Any, cast
 
 import pytest
 
+from peerloom.node.clock import SystemClock
 from peerloom.node.facts import Facts
 from peerloom.node.reach import ReachDriver
 from peerloom.node.view import SwarmView
+from peerloom.protocol import reach
 from peerloom.protocol.types import PeerId, PeerRecord
 from tests.unit.node.reach_swarm import ReachMember, ReachSwarm
 from tests.unit.node.test_tunnel import NOWHERE, WITHIN_S, through_relays_alone, way_to
+from tests.unit.node.wire import record_of
+
+RELAY = PeerId("relay")
 
 
 @pytest.fixture
@@ -121,3 +126,60 @@ async def test_with_nobody_there_nothing_is_claimed(swarm: ReachSwarm) -> None:
         assert (driven.facts.reach, driven.facts.relays) == ("unknown", False)
     finally:
         await driven.stop()
+
+
+class Scripted:
+    """Stands in for the machine, the tunnels and the transport: keeps one relay, the way to which fails unforeseen."""
+
+    def __init__(self) -> None:
+        self.events: list[reach.Event] = []
+        self.desk = self
+        self.lost = asyncio.Event()
+
+    def handle(self, event: reach.Event, now: float) -> list[reach.Effect]:
+        self.events.append(event)
+        if isinstance(event, reach.RelayLost):
+            self.lost.set()
+        return [reach.KeepRelay(RELAY)] if len(self.events) == 1 else []
+
+    async def connected(self) -> frozenset[PeerId]:
+        raise RuntimeError("nobody has foreseen this")
+
+    async def libp2p(self) -> tuple[str, ...]:
+        return ()
+
+    def addresses(self) -> tuple[str, ...]:
+        return NOWHERE
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def believed(self) -> list[PeerRecord]:
+        return []
+
+    def record_of(self, peer: PeerId) -> PeerRecord:
+        return record_of(peer, (), b"x")
+
+
+async def test_a_relay_whose_keeping_fails_is_lost_and_not_kept_for_ever() -> None:
+    stub, clock = Scripted(), SystemClock()
+    facts = Facts(
+        peer_id=PeerId("me"),
+        name="n",
+        role="trainer",
+        version="0",
+        instance="00",
+        cert_der=b"x",
+        clock=clock,
+        bytes_moved=lambda: (0, 0),
+    )
+    parts: dict[str, Any] = {"transport": stub, "tunnels": stub, "view": stub, "libp2p": stub.libp2p, "moved": None}
+    driver = ReachDriver(cast(reach.Reachability, stub), facts=facts, clock=clock, **parts)
+    job = asyncio.create_task(driver.run())
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            await stub.lost.wait()
+        assert reach.RelayLost(RELAY, "broken") in stub.events and not driver.my_relays()
+    finally:
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)

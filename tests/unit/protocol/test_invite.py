@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerloom.protocol.errors import InviteError
+from peerloom.protocol import checks
+from peerloom.protocol.errors import InviteError, MalformedMessage
 from peerloom.protocol.invite import Invite, check_host_multiaddr, parse_invite
 from peerloom.protocol.peer_id import peer_id_of, public_key_of
 
@@ -59,6 +60,7 @@ def test_parses_and_round_trips(line: str, protocol: str, host: str, port: int) 
         (f"/ip6/203.0.113.5/tcp/4001/p2p/{PEER}", "no IPv6 address"),
         (f"/ip6/fe80::1%eth0/tcp/4001/p2p/{PEER}", "no IPv6 address"),
         (f"/dns4/-bad-/tcp/4001/p2p/{PEER}", "no host name"),
+        (f"/dns4/seed_1/tcp/4001/p2p/{PEER}", "seed_1 cannot be dialled, since it has a _ in it"),
         (f"/ip4/203.0.113.5/tcp/0/p2p/{PEER}", "0 is no port"),
         (f"/ip4/203.0.113.5/tcp/65536/p2p/{PEER}", "65536 is no port"),
         (f"/ip4/203.0.113.5/tcp/-1/p2p/{PEER}", "-1 is no port"),
@@ -106,3 +108,11 @@ def test_host_multiaddr_takes_no_peer_id() -> None:
     assert check_host_multiaddr("/dns4/seed.example.org/tcp/4001") == "/dns4/seed.example.org/tcp/4001"
     with pytest.raises(InviteError, match="follows the port"):
         check_host_multiaddr(LINE)
+
+
+@pytest.mark.parametrize("protocol", ["dns", "dns4", "dns6"])
+def test_a_name_that_libp2p_cannot_dial_is_in_no_multiaddr(protocol: str) -> None:
+    with pytest.raises(InviteError, match="a_b.c cannot be dialled"):
+        check_host_multiaddr(f"/{protocol}/a_b.c/tcp/80")
+    with pytest.raises(MalformedMessage):
+        checks.multiaddr(f"/{protocol}/a_b.c/tcp/80")
