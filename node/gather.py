@@ -12,7 +12,7 @@ from peerloom.node.config import NodeConfig
 from peerloom.node.logs import short
 from peerloom.node.observer import Observer, open_observer
 from peerloom.node.stage_copies import receive_copy
-from peerloom.protocol.errors import CheckpointError, LinkError, PeerError, RunMismatch
+from peerloom.protocol.errors import CheckpointError, LinkError, NoDonor, PeerError, RunMismatch, VersionMismatch
 from peerloom.protocol.runspec import RunSpec
 from peerloom.protocol.services import STAGE
 from peerloom.protocol.stage_messages import Copy, StageOpen, StageOpened
@@ -48,7 +48,7 @@ async def _stage(observer: Observer, records: list[PeerRecord], stage: int, fold
         try:
             await _fetch(observer, record, stage, folder)
             return True
-        except (PeerError, TimeoutError) as error:
+        except (PeerError, NoDonor, RunMismatch, VersionMismatch, TimeoutError) as error:  # whatever a peer may name
             log.info("no stage %d from %s: %s", stage, short(record.peer_id), str(error) or "no answer")
     return False
 

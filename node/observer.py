@@ -18,7 +18,7 @@ from peerloom.node.identity import Identity
 from peerloom.node.reaching import Reaching
 from peerloom.node.specs import verify_spec
 from peerloom.node.tls import make_certificate
-from peerloom.protocol.errors import PeerError, RunMismatch, VersionMismatch
+from peerloom.protocol.errors import PeerloomError
 from peerloom.protocol.invite import parse_invite
 from peerloom.protocol.relay_desk import DeskLimits
 from peerloom.protocol.runspec import RunSpec
@@ -67,7 +67,7 @@ class Observer:
         try:
             async with limit, asyncio.timeout(ANSWER_S):
                 return await self.transport.status(record)
-        except (PeerError, RunMismatch, VersionMismatch, TimeoutError):
+        except (PeerloomError, TimeoutError):  # a peer may name errors that are none of PeerError's
             return NodeStatus(record=record)
 
 

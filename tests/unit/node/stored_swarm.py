@@ -32,7 +32,7 @@ class NobodyToAsk:
         raise AssertionError("in a large swarm the records tell enough")
 
 
-def stored_swarm(count: int) -> tuple[Observer, StoredRecords, ManualClock]:
+def stored_swarm(count: int, transport: object = None) -> tuple[Observer, StoredRecords, ManualClock]:
     """An observer of `count` trainers, what it reads from, and its clock."""
     clock = ManualClock()
     values = []
@@ -49,4 +49,4 @@ def stored_swarm(count: int) -> tuple[Observer, StoredRecords, ManualClock]:
     )  # fmt: skip
     discovery = DhtDiscovery(settings, RUN)
     discovery._stack = stored  # type: ignore[assignment]
-    return Observer(SPEC, discovery, NobodyToAsk()), stored, clock  # type: ignore[arg-type]
+    return Observer(SPEC, discovery, transport or NobodyToAsk()), stored, clock  # type: ignore[arg-type]
