@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import safetensors.torch
 import torch
 
 from peerloom.node.export import export
+from peerloom.node.worker import messages
 from peerloom.node.worker import seedflow_state as states
 from peerloom.node.worker.classification import Example
 from peerloom.node.worker.memory import anonymous_file
 from peerloom.node.worker.model import build_model
 from peerloom.node.worker.objectives import parts
+from peerloom.node.worker.seedflow_port import SeedflowProcess
 from peerloom.node.worker.tasks.seedflow import SeedflowTask
 from peerloom.protocol.errors import CheckpointError, DataError, MalformedMessage, RunMismatch, SpecError
 from peerloom.protocol.flood_messages import Batch, origin_key
@@ -59,6 +62,42 @@ def test_a_decaying_learning_rate_is_in_the_scalars_and_who_applies_them_need_no
         other = task(spec, tmp_path)
         other.apply((Batch(PeerId("peer-a"), 0, 100, taken),))
         assert other.state_hash() == worker.state_hash() and other.evaluate() == worker.evaluate()
+
+
+class Undisturbed:
+    def interrupted(self, round: int) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return None
+
+
+def daemon_end(worker: SeedflowTask, monkeypatch: pytest.MonkeyPatch) -> SeedflowProcess:
+    """Of a worker that is in this very process."""
+
+    async def call(command: messages.Command, _: object) -> object:
+        return worker.obey(command, Undisturbed())
+
+    port = SeedflowProcess()
+    for name, value in (("_memory_fd", worker._memory_fd), ("_child", object()), ("_call", call)):
+        monkeypatch.setattr(port, name, value)
+    return port
+
+
+async def test_sums_of_more_bytes_than_one_call_moves_are_handed_over_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call moves more than 1,000 bytes here, as none moves more than 2 GiB."""
+    read, write = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read(fd, min(size, 1000), at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, memoryview(data)[:1000], at))
+    spec = text_spec(tmp_path)
+    donor, joiner = task(spec, tmp_path), task(spec, tmp_path, "peer-b")
+    donor.apply((Batch(PeerId("peer-a"), 0, 0, (100, -200)),))
+    state = await daemon_end(donor, monkeypatch).export_state()
+    assert state == donor.export_state() and len(state) > 1000
+    await daemon_end(joiner, monkeypatch).adopt_state(state)
+    assert joiner.state_hash() == donor.state_hash()
 
 
 def test_late_messages_are_summed_from_the_base_before_an_evaluation(tmp_path: Path) -> None:
