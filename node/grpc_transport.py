@@ -142,13 +142,16 @@ class GrpcTransport:
         return ClientStream(service, peer.peer_id, self._traffic, call, self._background)
 
     async def status(self, peer: PeerRecord) -> NodeStatus:
-        """Asks one node for its state."""
+        """Asks one node for its state; raises MalformedMessage for another's, beside what any call raises."""
 
         async def attempt(channel: Channel, metadata: Metadata) -> bytes:
             return await ask(channel, STATUS, codec.encode_status_request(), metadata, CALL_S, self._traffic)
 
         with self._link(peer) as link:
-            return codec.decode_status(await link.call(attempt))
+            status = codec.decode_status(await link.call(attempt))
+        if status.record.peer_id != peer.peer_id:  # which would stand in place of that node's own
+            raise MalformedMessage(f"{peer.peer_id} answers with the state of {status.record.peer_id}")
+        return status
 
     async def dial_back(self, peer: PeerRecord, dialled: tuple[str, ...]) -> tuple[str, ...]:
         """Has a peer dial this node at these addresses; returns those that it reached."""

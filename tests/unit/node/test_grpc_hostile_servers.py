@@ -41,7 +41,7 @@ from peerloom.protocol.errors import (
 from peerloom.protocol.handshake import HelloReply
 from peerloom.protocol.messages import FetchRequest
 from peerloom.protocol.services import EXCHANGE
-from peerloom.protocol.types import PeerRecord, RunId
+from peerloom.protocol.types import NodeStatus, PeerRecord, RunId
 
 from .test_tls import of_another_version
 from .wire import NOW, Handler, Swarm, claim_of, record_of
@@ -222,6 +222,14 @@ async def test_a_record_that_cannot_be_dialled(
 ) -> None:
     record = record_of(Identity.generate().peer_id, addresses, cert or make_certificate(NOW).der)
     with pytest.raises(expected, match=words):
+        await swarm.client().status(record)
+
+
+async def test_a_node_that_answers_with_anothers_state_is_malformed(swarm: Swarm) -> None:
+    handler = Handler()
+    _, record = await swarm.server(handler)
+    handler.own = NodeStatus(record=record_of(Identity.generate().peer_id, record.addresses, record.cert_der))
+    with pytest.raises(MalformedMessage, match=f"{record.peer_id} answers with the state of"):
         await swarm.client().status(record)
 
 
