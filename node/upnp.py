@@ -111,11 +111,11 @@ async def _described(location: str) -> Gateway | None:
     try:
         async with asyncio.timeout(2 * CALL_S):
             device = await UpnpFactory(_requester(location), non_strict=True).async_create_device(location)
+        service = next((each for each in device.all_services if each.service_type.startswith(SERVICES)), None)
+        return UpnpGateway(service, _inner_address(location)) if service is not None else None
     except Exception as error:  # whatever a router's answer makes the library do
         log.debug("no router at %s: %r", location, error)
         return None
-    service = next((each for each in device.all_services if each.service_type.startswith(SERVICES)), None)
-    return UpnpGateway(service, _inner_address(location)) if service is not None else None
 
 
 def _inner_address(location: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
@@ -226,3 +227,22 @@ async def test_an_endless_description_is_given_up_and_another_host_not_called() 
             await requester.async_http_request(HttpRequest("GET", f"http://127.0.0.1:{port}/root.xml", {}, None))
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("fault", [OSError(101, "Network is unreachable"), None])
+async def test_a_router_to_which_there_is_no_way_any_more_is_passed_over(
+    fault: OSError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from async_upnp_client.client_factory import UpnpFactory
+
+    async def described(*_: object) -> object:
+        return SimpleNamespace(all_services=[SimpleNamespace(service_type=f"{upnp.SERVICES[0]}1")])
+
+    def no_way(location: str) -> str:
+        if fault is not None:
+            raise fault
+        return "10.0.0.2"
+
+    monkeypatch.setattr(UpnpFactory, "async_create_device", described)
+    monkeypatch.setattr(upnp, "_inner_address", no_way)
+    assert (await upnp._described("http://192.168.1.1/root.xml") is None) is (fault is not None)
