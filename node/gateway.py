@@ -15,8 +15,11 @@ class Gateway(Protocol):
         """Its address on the far side, if others can dial that."""
         ...
 
-    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> None:
-        """Sends what comes to `outer_port` on to `inner_port` of this machine, again or for the first time."""
+    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> float:
+        """Sends what comes to `outer_port` on to `inner_port` of this machine, again or for the first time.
+
+        Returns for how many seconds it does so.
+        """
         ...
 
     async def withdraw(self, outer_port: int) -> None:

@@ -44,26 +44,27 @@ class NatPmpGateway:
         answer = await self._ask(struct.pack("!BB", 0, ADDRESS), ADDRESS_ANSWER.size)
         return outer_address_of(str(ipaddress.IPv4Address(ADDRESS_ANSWER.unpack(answer)[-1])))
 
-    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> None:
+    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> float:
         """Raises GatewayRefused too where the router gives another port: that mapping is ended again."""
-        given = await self._map(inner_port, outer_port, lease_s)
+        given, granted_s = await self._map(inner_port, outer_port, lease_s)
         if given != outer_port:
             await self._map(inner_port, 0, 0)
             raise GatewayRefused(f"the router gives port {given} for {outer_port}", None)
         self._inner[outer_port] = inner_port
+        return granted_s
 
     async def withdraw(self, outer_port: int) -> None:
         """Ends a mapping."""
         if outer_port in self._inner:
             await self._map(self._inner.pop(outer_port), 0, 0)
 
-    async def _map(self, inner_port: int, outer_port: int, lease_s: int) -> int:
-        """The outer port that the router gave."""
+    async def _map(self, inner_port: int, outer_port: int, lease_s: int) -> tuple[int, int]:
+        """The outer port that the router gave, and for how many seconds."""
         answer = await self._ask(QUESTION.pack(0, TCP, 0, inner_port, outer_port, lease_s), MAPPED.size)
-        *_, inner, outer, _ = MAPPED.unpack(answer)
+        *_, inner, outer, granted_s = MAPPED.unpack(answer)
         if inner != inner_port:
             raise LinkError("the router answers for another port")
-        return int(outer)
+        return int(outer), int(granted_s)
 
     async def _ask(self, question: bytes, size: int) -> bytes:
         """The first `size` bytes of an answer to `question` that grants it."""

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 1200
 RENEW_S = 240.0  # a router that was restarted has forgotten; its address may be another
+LEAST_RENEW_S = 10.0  # a mapping is renewed in the middle of a shorter lease, but a router is not asked more often
 RETRY_S = 120.0  # with no router that forwards
 SETTLE_S = 3.0  # after a change of network
 WITHDRAW_S = 2.0  # at the end
@@ -49,6 +50,7 @@ class PortMapping:
         self._tries = PORTS_TRIED if elsewhere else 1
         self._gateway: Gateway | None = None
         self._outer_port = 0
+        self._renew_s = RENEW_S
         self._moved = asyncio.Event()
         self.addresses: tuple[str, ...] = ()  # "host:port" on the router's far side, if it forwards
 
@@ -63,7 +65,7 @@ class PortMapping:
             while True:
                 mapped = await self._keep()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RENEW_S if mapped else RETRY_S):
+                    async with asyncio.timeout(self._renew_s if mapped else RETRY_S):
                         await self._moved.wait()
                         self._moved.clear()
                         await asyncio.sleep(SETTLE_S)
@@ -102,13 +104,17 @@ class PortMapping:
         wanted = [self._outer_port or inner, *(self._rng.randint(20_000, 60_000) for _ in range(self._tries - 1))]
         for port in wanted[:-1]:
             try:
-                await gateway.forward(port, inner, LEASE_S)
+                await self._ask(gateway, port, inner)
             except GatewayRefused as error:
                 log.debug("port %d: %s", port, error)
             else:
                 return port
-        await gateway.forward(wanted[-1], inner, LEASE_S)
+        await self._ask(gateway, wanted[-1], inner)
         return wanted[-1]
+
+    async def _ask(self, gateway: Gateway, port: int, inner: int) -> None:
+        granted_s = await gateway.forward(port, inner, LEASE_S)
+        self._renew_s = min(RENEW_S, max(LEAST_RENEW_S, granted_s / 2))
 
     async def withdraw(self) -> None:
         """Takes the mapping back, if one stands."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import socket
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -41,8 +42,8 @@ class UpnpGateway:
         found = str((await self._call("GetExternalIPAddress")).get("NewExternalIPAddress", ""))
         return outer_address_of(found)
 
-    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> None:
-        """Without a lease where the router knows none."""
+    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> float:
+        """Without a lease where the router knows none; else its answer tells no other than the one asked for."""
         arguments = {
             "NewRemoteHost": "",
             "NewExternalPort": outer_port,
@@ -58,6 +59,8 @@ class UpnpGateway:
             if error.code != PERMANENT_ONLY:
                 raise
             await self._call("AddPortMapping", **arguments, NewLeaseDuration=0)
+            return math.inf
+        return lease_s
 
     async def withdraw(self, outer_port: int) -> None:
         """Ends a mapping."""

@@ -61,11 +61,19 @@ async def asked(answer: Answer | None = None) -> AsyncIterator[tuple[NatPmpGatew
 async def test_a_port_is_mapped_and_given_back() -> None:
     async with asked() as (gateway, router):
         assert await gateway.outer_address() == "5.0.0.1"
-        await gateway.forward(40_000, 4001, 1200)
+        assert await gateway.forward(40_000, 4001, 1200) == 1200
         assert router.leases == {4001: (40_000, 1200)}
         await gateway.withdraw(40_000)
         await gateway.withdraw(40_001)  # nobody's
         assert router.leases == {} and len(router.asked) == 3
+
+
+async def test_a_shorter_lease_than_asked_for_is_told() -> None:
+    def short(router: Router, data: bytes) -> list[bytes]:
+        return [router.granted(data)[0][:12] + struct.pack("!I", 120)]
+
+    async with asked(short) as (gateway, _):
+        assert await gateway.forward(40_000, 4001, 1200) == 120
 
 
 async def test_another_port_than_asked_for_is_no_mapping() -> None:

@@ -16,7 +16,7 @@ from peerloom.node import port_mapping, upnp
 from peerloom.node.config import NodeConfig
 from peerloom.node.gateway import GatewayRefused
 from peerloom.node.grpc_transport import GrpcTransport
-from peerloom.node.port_mapping import RENEW_S, RETRY_S, PortMapping
+from peerloom.node.port_mapping import LEAST_RENEW_S, RENEW_S, RETRY_S, PortMapping
 from peerloom.node.reaching import leg_mapping_of, port_mapping_of
 from peerloom.node.upnp import UpnpGateway
 from peerloom.node.virtual_time import run_virtual
@@ -31,17 +31,19 @@ class Router:
         self.ports: dict[int, int] = {}
         self.asked = 0
         self.deaf = False
+        self.most_s = 86_400.0
 
     async def outer_address(self) -> str:
         if self.deaf:
             raise LinkError("no answer")
         return self.outer
 
-    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> None:
+    async def forward(self, outer_port: int, inner_port: int, lease_s: int) -> float:
         self.asked += 1
         if outer_port in self.taken:
             raise GatewayRefused("conflict", 718)
         self.ports[outer_port] = inner_port
+        return min(lease_s, self.most_s)
 
     async def withdraw(self, outer_port: int) -> None:
         del self.ports[outer_port]
@@ -83,6 +85,21 @@ def test_a_mapping_stands_is_renewed_and_taken_back() -> None:
 
     during([router], body)
     assert not router.ports
+
+
+@pytest.mark.parametrize(("lease_s", "renew_s"), [(120.0, 60.0), (0.0, LEAST_RENEW_S), (600.0, RENEW_S)])
+def test_a_mapping_is_renewed_within_the_lease_that_the_router_grants(lease_s: float, renew_s: float) -> None:
+    router = Router()
+    router.most_s = lease_s
+
+    async def body(made: PortMapping) -> None:
+        assert router.asked == 1
+        await asyncio.sleep(renew_s - 2.0)
+        assert router.asked == 1
+        await asyncio.sleep(2.0)
+        assert router.asked == 2
+
+    during([router], body)
 
 
 def test_a_port_of_anothers_is_passed_over_for_one_at_random() -> None:
@@ -181,7 +198,7 @@ async def test_a_router_without_leases_gets_a_mapping_without_one() -> None:
     refusal = UpnpActionError(error_code=725, error_desc="OnlyPermanentLeasesSupported")
     service = Service(refusal, {}, UpnpActionError(error_code=718), KeyError("odd"))
     made = UpnpGateway(cast(Any, service), "10.0.0.2")
-    await made.forward(4001, 4001, 60)
+    assert await made.forward(4001, 4001, 60) == float("inf")
     assert [call["NewLeaseDuration"] for call in service.calls] == [60, 0]
     with pytest.raises(GatewayRefused):
         await made.forward(4001, 4001, 60)
