@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from peerloom.node.seams import Clock
 from peerloom.node.worker_seams import RoundFinished, RoundTrained, WorkerReady
+from peerloom.protocol.limits import MAX_PARTNERS
 from peerloom.protocol.progress import StepPace
 from peerloom.protocol.types import NodeState, NodeStatus, PeerId, PeerRecord, Reach, Role, StageRole
 
@@ -119,7 +120,13 @@ class Facts:
     def exchanged_with(self, peer: PeerId) -> None:
         """Takes a committed exchange."""
         self.partners[peer] += 1
+        if len(self.partners) > 2 * MAX_PARTNERS:  # so far past the limit that a newcomer has time to become frequent
+            self.partners = Counter(dict(self._most_frequent()))
         self.last_partner, self.last_met_at = peer, self.clock.wall()
+
+    def _most_frequent(self) -> list[tuple[PeerId, int]]:
+        """The partners that a status has room for."""
+        return self.partners.most_common(MAX_PARTNERS)
 
     def met(self, somebody: bool, why_not: str) -> None:
         """Takes whether the round had a partner."""
@@ -184,4 +191,4 @@ class Facts:
 
     def status(self) -> NodeStatus:
         """The answer to Status."""
-        return NodeStatus(record=self.record(), partners=dict(self.partners), counters=dict(self.counters))
+        return NodeStatus(record=self.record(), partners=dict(self._most_frequent()), counters=dict(self.counters))
