@@ -11,6 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
+from peerloom.node.durable import write_at
 from peerloom.protocol.errors import RunMismatch, StorageError
 from peerloom.protocol.types import RunId
 
@@ -72,7 +73,7 @@ def ensure_writable(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, probe = tempfile.mkstemp(prefix=".probe-", dir=path)
         try:
-            os.write(descriptor, bytes(PROBE_BYTES))
+            write_at(descriptor, bytes(PROBE_BYTES), 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

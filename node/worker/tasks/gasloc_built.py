@@ -186,10 +186,15 @@ class BuiltGasloc:
         return self._setup.run_dir / "checkpoints"
 
     def _newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
-        return checkpoint.newest_intact(self._folder)
+        return checkpoint.newest_intact(self._folder, fits=self._take_moments)
+
+    def _take_moments(self, found: checkpoint.Checkpoint) -> None:
+        """Raises ValueError for those that do not fit; another run's are for _resume() to refuse."""
+        if found.meta.spec_hash == self._spec.spec_hash():
+            self._loop.load_state(found.optimizer)
 
     def _load_moments(self, found: checkpoint.Checkpoint) -> None:
-        self._loop.load_state(found.optimizer)
+        """They were taken up when the checkpoint was found to fit."""
 
     def _write(self, meta: Meta) -> Path:
         state = self._method.state_dict()

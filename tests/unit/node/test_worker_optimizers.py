@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
+from peerloom.node import checkpoint
 from peerloom.node.worker.inner import InnerLoop
 from peerloom.node.worker.model import build_model
 from peerloom.optim.soap import SOAP
@@ -35,6 +36,21 @@ def test_every_optimizer_resumes_bit_for_bit(source: Path, tmp_path: Path, optim
         second.finish(mix=False)
     assert_equal(state(second), state(straight))
     assert second._position == straight._position
+
+
+def test_a_checkpoint_whose_moments_do_not_fit_is_passed_over_for_the_one_before(source: Path, tmp_path: Path) -> None:
+    spec = tiny_spec(source)
+    first = task(spec, tmp_path)
+    first.train(0, never)
+    first.finish(mix=False)
+    first.save()
+    found, _ = checkpoint.newest_intact(first._folder)
+    assert found is not None
+    wrong = {name: torch.zeros(()) for name in found.optimizer}
+    checkpoint.save(first._folder, replace(found, meta=replace(found.meta, round=9), optimizer=wrong))
+    again = task(spec, tmp_path)
+    assert again._position.round == 1 and "passed over" in again.ready().note
+    assert_equal(again._inner.state(), first._inner.state())
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(source: Path) -> None:
