@@ -151,6 +151,7 @@ class Reachability:
 
     def _looked(self, look: Looked, now: float) -> list[Effect]:
         self._records = look.records
+        self._book.forget((*(record.peer_id for record in look.records), *self._kept), now)
         if look.addresses != self._addresses:  # moved, or the first look: what was found out is void
             self._addresses, self._round, self._next_at = look.addresses, None, now
             self._reached = tuple(address for address in self._reached if address in look.addresses)

@@ -150,3 +150,14 @@ def test_others_are_measured_now_and_then() -> None:
     made = kept(machine())
     seen = [effect for second in range(int(MEASURE_S) + 2) for effect in made.handle(look(A, B, C), float(second))]
     assert [effect for effect in seen if isinstance(effect, MeasureRelay)] == [MeasureRelay(C)]
+
+
+def test_relays_that_are_gone_are_forgotten_but_for_their_faults_and_those_kept() -> None:
+    rng = random.Random(0)
+    book = RelayBook(rng)
+    made = kept(Reachability(rng, book))
+    for number in range(100):
+        made.handle(RelayMeasured(PeerId(f"relay {number}"), 0.1, 0.0), 0.0)
+    book.fault(C, "corrupt", 0.0)
+    made.handle(Looked(addresses=MINE, records=()), 1.0)
+    assert set(book._relays) == {A, B, C}
