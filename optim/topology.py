@@ -76,7 +76,7 @@ class Graph:
     @classmethod
     def complete(cls, n: int) -> Graph:
         """Every pair of n nodes."""
-        return cls.from_pairs(n, ((i, j) for i in range(n) for j in range(i + 1, n)))
+        return cls.from_pairs(n, _all_pairs(n))
 
     @classmethod
     def random_regular(cls, n: int, d: int, seed: int) -> Graph:
@@ -207,16 +207,19 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("ascii")).digest()
 
 
+def _all_pairs(n: int) -> set[tuple[int, int]]:
+    return {(i, j) for i in range(n) for j in range(i + 1, n)}
+
+
 def _regular_pairs(n: int, d: int, seed: int) -> set[tuple[int, int]]:
-    everything = {(i, j) for i in range(n) for j in range(i + 1, n)}
     if d == n - 1:
-        return everything
+        return _all_pairs(n)
     sparse = d if d <= (n - 1) // 2 else n - 1 - d  # a dense graph is drawn as the complement of a sparse one
     attempt = 0
     while True:
         pairs = _draw_regular(n, sparse, f"peerloom-regular-v1:{seed}:{attempt}")
         if pairs is not None:
-            chosen = pairs if sparse == d else everything - pairs
+            chosen = pairs if sparse == d else _all_pairs(n) - pairs
             if d < 2 or _connected(n, chosen):
                 return chosen
         attempt += 1

@@ -81,13 +81,12 @@ def random_regular(n: int, degree: int, seed: int) -> Pairs:
     d = fitting_degree(n, degree)
     if d == n - 1:
         return complete(n)
-    everything = set(complete(n))
     sparse = d if d <= (n - 1) // 2 else n - 1 - d
     attempt = 0
     while True:
         drawn = _draw_regular(n, sparse, f"peerloom-regular-v1:{seed}:{attempt}")
         if drawn is not None:
-            chosen = drawn if sparse == d else everything - drawn
+            chosen = drawn if sparse == d else set(complete(n)) - drawn
             if d < 2 or _connected(n, chosen):
                 return sorted(chosen)
         attempt += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerloom.optim import finite_time, groups
+from peerloom.optim import finite_time, groups, topology
 from peerloom.optim.topology import Graph, two_peer
 from peerloom.optim.tuning import near_square_torus
 from peerloom.protocol import graphs, plan
@@ -15,6 +17,7 @@ from peerloom.protocol.spec_gasloc import GaslocSpec
 from peerloom.protocol.stability import FIXED, sequence_leg
 
 SIZES = range(1, 26)
+DRAWN = "54ed43dc79376e6892ae5184bf0442888e8ed83e7bf48bf163ca60d2f14b172f"
 
 
 def edges(graph: Graph) -> list[Edge]:
@@ -173,3 +176,18 @@ def test_fragments_go_through_a_whole_sequence_and_draw_apart() -> None:
     assert len({plan.legs(spec, 1, 0, fragment, 16) for fragment in range(4)}) == 4
     alone = GaslocSpec(pairing="scheduled")
     assert [edge[:2] for edge in plan.legs(alone, 1, 7, 0, 9)[0]] == graphs.scheduled_matching(1, 7, 9)
+
+
+def test_a_sparse_graph_of_a_large_swarm_is_drawn_without_all_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(n: int) -> None:
+        raise AssertionError(f"{n * (n - 1) // 2} pairs")
+
+    monkeypatch.setattr(graphs, "complete", too_many)
+    monkeypatch.setattr(topology, "_all_pairs", too_many)
+    assert graphs.random_regular(500, 4, 5) == [edge[:2] for edge in Graph.random_regular(500, 4, 5).edges]
+
+
+def test_random_regular_graphs_are_what_they_have_been() -> None:
+    """They are part of the protocol: nodes of one version and the next must draw the same."""
+    drawn = [graphs.random_regular(n, d, seed) for n in range(2, 24) for d in range(1, n) for seed in (0, 7)]
+    assert sha256(repr(drawn).encode()).hexdigest() == DRAWN
