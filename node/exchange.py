@@ -11,7 +11,16 @@ from peerloom.node.repeats import Repeats
 from peerloom.node.seams import Clock, ExchangeStream
 from peerloom.node.worker_seams import ExchangePort, RoundTrained
 from peerloom.protocol import effects, events
-from peerloom.protocol.errors import LimitExceeded, LinkError, MalformedMessage, PeerError
+from peerloom.protocol.errors import (
+    LimitExceeded,
+    LinkError,
+    MalformedMessage,
+    NoDonor,
+    PeerError,
+    PeerloomError,
+    RunMismatch,
+    VersionMismatch,
+)
 from peerloom.protocol.limits import LEAST_RATE
 from peerloom.protocol.messages import (
     Accept,
@@ -29,6 +38,7 @@ from peerloom.protocol.messages import (
 from peerloom.protocol.types import Encoding, PeerId, Span
 
 FIRST_MESSAGE_S = 10.0  # a peer that opens a stream and says nothing for this long is cut off
+FROM_PEER = (PeerError, NoDonor, RunMismatch, VersionMismatch)  # a peer's faults, and the errors that it may name
 EARLY_S = 1e-3  # a loop may fire a timer a little early: sleeping for the rest would spin
 
 
@@ -89,7 +99,7 @@ class Exchange:
         self._ends_at = self._moved_at + effect.stall_s + len(self._worker.outbox(effect.send)) / LEAST_RATE
         self._to_send.put_nowait(effect)
 
-    async def run(self, jobs: dict[asyncio.Task[None], None], broken: Callable[[PeerError], None]) -> None:
+    async def run(self, jobs: dict[asyncio.Task[None], None], broken: Callable[[PeerloomError], None]) -> None:
         """Reads, writes and watches until one of the three ends, which stand in `jobs` meanwhile.
 
         What breaks is told to `broken`, then raised.
@@ -105,7 +115,7 @@ class Exchange:
             for job in own:  # in this order, whichever ended first
                 if job.done() and not job.cancelled():
                     job.result()
-        except PeerError as error:
+        except FROM_PEER as error:
             broken(error)
             raise
         finally:

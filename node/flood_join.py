@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from peerloom.node.least_rate import left_s
 from peerloom.node.seams import Transport
 from peerloom.protocol import codec_flood
 from peerloom.protocol.errors import DigestMismatch, LimitExceeded, LinkError, MalformedMessage
@@ -65,8 +66,9 @@ async def fetch_whole(transport: Transport, donor: PeerRecord, request: FetchReq
     async with aclosing(transport.fetch(donor, request)) as stream:
         manifest = await _manifest(stream, request, most)
         data = bytearray()
+        began = asyncio.get_running_loop().time()
         for index, digest in enumerate(manifest.piece_digests):
-            piece = await _next(stream)
+            piece = await _next(stream, left_s(began, len(data), STALL_S))
             if not isinstance(piece, StatePiece) or piece.index != index:
                 raise MalformedMessage(f"piece {index} of the state does not come in its turn")
             if len(piece.data) != piece_length(index, manifest.total_bytes, manifest.piece_bytes):
@@ -112,12 +114,12 @@ async def _manifest(stream: AsyncGenerator[StateMessage, None], request: FetchRe
     return manifest
 
 
-async def _next(stream: AsyncGenerator[StateMessage, None]) -> StateMessage:
+async def _next(stream: AsyncGenerator[StateMessage, None], within_s: float = STALL_S) -> StateMessage:
     try:
-        async with asyncio.timeout(STALL_S):
+        async with asyncio.timeout(within_s):
             message = await anext(stream, None)
     except TimeoutError:
-        raise LinkError(f"the donor sent nothing for {STALL_S:.0f} s") from None
+        raise LinkError(f"the donor sent nothing for {within_s:.0f} s") from None
     if message is None:
         raise LinkError("the state ended early")
     return message

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from peerloom.node.exchange import FIRST_MESSAGE_S, Exchange
+from peerloom.node.exchange import FIRST_MESSAGE_S, FROM_PEER, Exchange
 from peerloom.node.repeats import Repeats
 from peerloom.node.seams import Clock, ExchangeStream, Transport
 from peerloom.node.worker_seams import ExchangePort, RoundTrained
@@ -19,7 +19,6 @@ from peerloom.protocol.errors import (
     BadPayload,
     LinkError,
     MalformedMessage,
-    PeerError,
     PeerloomError,
     ProtocolError,
 )
@@ -283,7 +282,7 @@ class GossipDriver:
                 self._exchanges.pop(exchange.id, None)
             else:
                 await self._run(exchange)
-        except PeerError as error:
+        except FROM_PEER as error:
             log.debug("exchange with %s ended: %s", exchange.peer, error)
         finally:
             await exchange.stream.close()
@@ -296,7 +295,7 @@ class GossipDriver:
             self._exchanges.pop(exchange.id, None)
             self._break(exchange, "the stream ended")
 
-    def _broken(self, exchange: Exchange, error: PeerError) -> None:
+    def _broken(self, exchange: Exchange, error: PeerloomError) -> None:
         if isinstance(error, BadPayload):
             self._count("gossip_bad_payloads", 1.0)
         self._break(exchange, str(error), isinstance(error, ProtocolError))

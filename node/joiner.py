@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from peerloom.node.least_rate import left_s
 from peerloom.node.payload import check_numbers
 from peerloom.node.seams import Transport
 from peerloom.protocol.effects import ScorePeer
@@ -19,7 +20,7 @@ from peerloom.protocol.errors import (
     ProtocolError,
     StorageError,
 )
-from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
+from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_STEPS_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import StateManifest, StateMessage, StatePiece
 from peerloom.protocol.transfer import (
     DonorFailed,
@@ -163,6 +164,7 @@ class Joiner:
         record: PeerRecord,
     ) -> list[FetchEffect]:
         message = await self._first(stream)
+        began, received = asyncio.get_running_loop().time(), 0
         while True:
             if message is None:
                 raise LinkError("its stream ended early")
@@ -177,7 +179,9 @@ class Joiner:
                 effects = [effect for effect in effects if not isinstance(effect, StorePiece)]
             if effects:
                 return effects
-            async with asyncio.timeout(STALL_S):
+            if isinstance(message, StatePiece):
+                received += len(message.data)
+            async with asyncio.timeout(left_s(began, received, STALL_S)):
                 message = await anext(stream, None)
 
     async def _first(self, stream: AsyncGenerator[StateMessage, None]) -> StateMessage | None:
@@ -193,10 +197,11 @@ class Joiner:
     def _check_position(self, manifest: StateManifest, record: PeerRecord) -> None:
         """Raises MalformedMessage for a round or step that this node could not go on from."""
         most = min(record.round + MAX_PAST_RECORD, MAX_TAKEN)
-        if not self._least_round <= manifest.round <= most or manifest.step > MAX_TAKEN:
+        most_step = min(record.step + MAX_STEPS_PAST_RECORD, MAX_TAKEN)
+        if not self._least_round <= manifest.round <= most or manifest.step > most_step:
             raise MalformedMessage(
                 f"its state is of round {manifest.round}, step {manifest.step}; its record says round {record.round}, "
-                f"and from {self._least_round} to {most} could be taken over"
+                f"step {record.step}, and from {self._least_round} to {most} could be taken over"
             )
 
 

@@ -143,7 +143,9 @@ class IncomingPayload:
             raise BadPayload(f"{error} in the {len(chunk.data)} bytes at byte {chunk.offset}") from None
 
     def end(self, message: PayloadEnd) -> None:
-        """Closes the payload; raises MalformedMessage when it is short, DigestMismatch when it differs."""
+        """Closes the payload; raises MalformedMessage when it is short or over, DigestMismatch when it differs."""
+        if self.complete:
+            raise MalformedMessage("the payload had ended")
         if self._received != len(self._into):
             raise MalformedMessage(f"payload ended after {self._received} of {len(self._into)} bytes")
         if self._digest.digest() != message.digest:

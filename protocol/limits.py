@@ -45,6 +45,7 @@ MAX_POSITION = 1 << 53  # rounds and steps: exact in a float too, and far from w
 MAX_TAKEN = MAX_POSITION >> 1  # a round or step that a node goes on from: as many again still fit in its record
 MAX_LEAP = 10**7  # rounds that another may be ahead: years of them; further is a lie
 MAX_PAST_RECORD = 1000  # rounds that a manifest may be past its donor's record, which is a minute old at most
+MAX_STEPS_PAST_RECORD = 10**6  # steps likewise: more than any machine takes in that minute
 MAX_PARTNERS = 4096  # partners named in a status
 MAX_COUNTERS = 512  # metrics named in a status
 MAX_METRIC_CHARS = 128  # a metric's name

@@ -123,7 +123,7 @@ class Rendezvous:
         return list(self.view)
 
     def refusal(self, peer: PeerId, place: Place, own: Place, is_open: bool) -> DeclineReason | None:
-        return None if self.fits(place.round, own.round) else "round"
+        return None if not place.leg and self.fits(place.round, own.round) else "round"
 
     def fits(self, theirs: int, own: int) -> bool:
         if not self._skew:

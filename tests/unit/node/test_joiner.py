@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from peerloom.node.donor import manifest_of
-from peerloom.node.joiner import FetchedState, Joiner
+from peerloom.node.joiner import STALL_S, FetchedState, Joiner
+from peerloom.node.least_rate import left_s
 from peerloom.node.memory_transport import MemoryTransport
 from peerloom.node.place import Held, Place
 from peerloom.node.virtual_time import run_virtual
-from peerloom.protocol.errors import NoDonor
-from peerloom.protocol.limits import MAX_PAST_RECORD, MAX_TAKEN
+from peerloom.protocol.errors import LinkError, NoDonor
+from peerloom.protocol.limits import LEAST_CHUNK_BYTES, LEAST_RATE, MAX_PAST_RECORD, MAX_STEPS_PAST_RECORD, MAX_TAKEN
 from peerloom.protocol.messages import FetchRequest, StateMessage, StatePiece
 from peerloom.protocol.transfer import FetchMachine
 from peerloom.protocol.types import PeerId, PeerRecord
@@ -73,7 +74,9 @@ class OneDonor(Donors):
         yield StatePiece(0, GOOD)
 
 
-@pytest.mark.parametrize(("round", "step"), [(MAX_PAST_RECORD + 1, 70), (4, 70), (7, MAX_TAKEN + 1)])
+@pytest.mark.parametrize(
+    ("round", "step"), [(MAX_PAST_RECORD + 1, 70), (4, 70), (7, MAX_TAKEN + 1), (7, MAX_STEPS_PAST_RECORD + 1)]
+)
 async def test_a_position_nobody_could_go_on_from_is_refused_with_its_manifest(round: int, step: int) -> None:
     scored: list[tuple[PeerId, str]] = []
     joiner = Joiner(
@@ -82,6 +85,24 @@ async def test_a_position_nobody_could_go_on_from_is_refused_with_its_manifest(r
     with pytest.raises(NoDonor, match=f"its state is of round {round}, step {step}"):
         await joiner.fetch(FetchMachine([LIAR], "L", len(GOOD), 8), len(GOOD), least_round=5)
     assert scored == [(LIAR, "bad_state")]
+
+
+def test_a_donor_that_drips_has_its_time_and_one_at_the_least_rate_as_long_as_it_takes() -> None:
+    async def scenario() -> None:
+        loop, began, received = asyncio.get_running_loop(), asyncio.get_running_loop().time(), 0
+        with pytest.raises(LinkError, match="slower than 32 KiB/s over the whole transfer"):
+            while True:
+                assert left_s(began, received, STALL_S) <= STALL_S
+                await asyncio.sleep(STALL_S - 1)
+                received += LEAST_CHUNK_BYTES
+        assert loop.time() - began < 2 * STALL_S
+        began, received = loop.time(), 0
+        for _ in range(1000):  # at the least rate, and a little more
+            assert left_s(began, received, STALL_S) > 0
+            await asyncio.sleep(0.99 * LEAST_CHUNK_BYTES / LEAST_RATE)
+            received += LEAST_CHUNK_BYTES
+
+    run_virtual(scenario)
 
 
 class Silent(Donors):

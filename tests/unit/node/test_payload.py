@@ -50,6 +50,9 @@ def test_a_payload_arrives_whole() -> None:
         else:
             incoming.end(message)
     assert incoming.complete and into == payload()
+    for again in (message, PayloadEnd(bytes(16))):  # the machine takes one end and no more
+        with pytest.raises(MalformedMessage, match="had ended"):
+            incoming.end(again)  # type: ignore[arg-type]
 
 
 def test_gaps_crumbs_excess_and_shortness_are_refused() -> None:

@@ -86,6 +86,13 @@ def test_who_is_left_behind_is_measured_by_the_middle(
     assert pairing.fits(theirs, own) is not refused
 
 
+def test_a_rendezvous_has_one_leg() -> None:
+    """An offer for another one would never be due, and stay parked."""
+    pairing = Rendezvous(8)
+    assert pairing.refusal(PeerId("a"), Place(5, 0, 1), Place(5), True) == "round"
+    assert pairing.refusal(PeerId("a"), Place(5, 0, 0), Place(5), True) is None
+
+
 def test_without_skew_rounds_are_the_same() -> None:
     pairing = Rendezvous(0)
     pairing.view = {PeerId("a"): PeerSeen(PeerId("a"), 5)}
