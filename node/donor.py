@@ -25,11 +25,12 @@ Take: TypeAlias = Callable[[], Awaitable[tuple[StateManifest, Data]]]
 
 @dataclass(slots=True)
 class Snapshot:
-    """theta at one round, and when it was last read."""
+    """theta at one round, when it was last read, and by how many it is being read."""
 
     manifest: StateManifest
     data: Data
     read_at: float
+    lent: int = 0
 
     def piece(self, index: int) -> bytes:
         """Piece `index` of the manifest."""
@@ -61,7 +62,7 @@ def recut(snapshot: Snapshot, piece_bytes: int) -> Snapshot:
 
 
 def piece_size(wished: int, total_bytes: int) -> int:
-    """Bytes a piece, a multiple of 4: as wished (0: any), unless MAX_PIECES of them would not hold the state."""
+    """Bytes a piece: as wished (0: any, a multiple of 4), unless MAX_PIECES of them would not hold the state."""
     least = -(-total_bytes // MAX_PIECES // 4) * 4
     return min(CHUNK_BYTES, max(wished or CHUNK_BYTES, least))
 
@@ -91,10 +92,14 @@ class Donor:
         self._fetches += 1
         try:
             snapshot = self._snapshots.get(request.snapshot) or await self._cut(current_round, request)
-            yield snapshot.manifest
-            for index in range(request.start_piece, len(snapshot.manifest.piece_digests)):
-                snapshot.read_at = self._clock.monotonic()
-                yield StatePiece(index, snapshot.piece(index))
+            snapshot.lent += 1
+            try:
+                yield snapshot.manifest
+                for index in range(request.start_piece, len(snapshot.manifest.piece_digests)):
+                    snapshot.read_at = self._clock.monotonic()
+                    yield StatePiece(index, snapshot.piece(index))
+            finally:
+                snapshot.lent -= 1
         finally:
             self._fetches -= 1
 
@@ -124,6 +129,8 @@ class Donor:
             return self._snapshots[manifest.snapshot]
 
     def _drop_old(self) -> None:
+        """But those that are lent: who reads slowly holds them, and they count."""
         now = self._clock.monotonic()
-        for name in [name for name, kept in self._snapshots.items() if now - kept.read_at > KEEP_S]:
+        old = [name for name, kept in self._snapshots.items() if now - kept.read_at > KEEP_S and not kept.lent]
+        for name in old:
             del self._snapshots[name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M")
 
 HEALTHY_ROUNDS = 5  # after this many rounds, earlier deaths of the worker are forgotten
+MAX_FETCHES_A_PEER = 2  # at once: one that does not read must not keep all places of a donor
 WITHDRAW_S = 2.0
 
 
@@ -49,6 +51,7 @@ class Node:
         self._discovery = discovery
         self._worker_factory = worker_factory
         self._trainer: Life | None = None
+        self._fetching: Counter[PeerId] = Counter()
         self._interrupting: asyncio.Future[None] | None = None
         context.view.changed = self._peers_changed
 
@@ -63,11 +66,18 @@ class Node:
         return self._context.facts.status()
 
     async def fetch(self, peer: PeerId, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
-        """Serves this node's theta; raises LinkError while there is none."""
+        """Serves this node's theta; raises LinkError while there is none, and for a peer that fetches already."""
         if self._trainer is None:
             raise LinkError("this node holds no model now")
-        async for message in self._trainer.fetch(request):
-            yield message
+        if self._fetching[peer] >= MAX_FETCHES_A_PEER:
+            raise LinkError(f"{MAX_FETCHES_A_PEER} fetches of this peer are under way")
+        self._fetching[peer] += 1
+        try:
+            async for message in self._trainer.fetch(request):
+                yield message
+        finally:
+            self._fetching[peer] -= 1
+            self._fetching += Counter()  # drops those of none
 
     def drain(self) -> None:
         """Begins the end: the round under way is cut short, the state is saved, the record withdrawn."""
