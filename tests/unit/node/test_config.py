@@ -182,7 +182,7 @@ def test_a_disk_that_refuses_is_explained_and_nothing_stays(
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "write", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(StorageError, match=remedy):
         ensure_writable(tmp_path)
     assert list(tmp_path.iterdir()) == []
