@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from peerloom.node.digest import link_digest
 from peerloom.node.payload import IncomingPayload, Pace, outgoing
 from peerloom.node.repeats import Repeats
 from peerloom.node.seams import Clock, ExchangeStream
@@ -75,6 +76,9 @@ class Exchange:
         self._ends_at = math.inf
         self._sent = False
         self._verified = False
+        self._digest = b""  # of what came
+        self._own_round = 0
+        self._receive: Span = (0, 1)
         self._watched = asyncio.Event()
         self._proposal: asyncio.Future[RoundTrained] | None = None
 
@@ -91,9 +95,10 @@ class Exchange:
         encoding: Encoding,
         piece_bytes: tuple[int, ...],
         proposal: asyncio.Future[RoundTrained] | None = None,
+        own_round: int = 0,
     ) -> None:
         """Sends the outbox after what is queued and after `proposal`, and takes the peer's payload into the inbox."""
-        self._proposal = proposal
+        self._proposal, self._own_round, self._receive = proposal, own_round, effect.receive
         self._incoming = IncomingPayload(self._worker.inbox(effect.receive), encoding, piece_bytes)
         self._watch_for(effect.stall_s)
         self._ends_at = self._moved_at + effect.stall_s + len(self._worker.outbox(effect.send)) / LEAST_RATE
@@ -156,9 +161,7 @@ class Exchange:
                 self._payload().add(message)
             case PayloadEnd():
                 self._payload().end(message)
-                if self._repeats is not None:
-                    self._repeats.check(self.peer, self._round, message.digest)
-                self._verified = True
+                self._verified, self._digest = True, message.digest
                 self._payloads_done()
             case Commit():
                 if not self._verified:
@@ -181,7 +184,23 @@ class Exchange:
 
     def _payloads_done(self) -> None:
         if self._sent and self._verified:
+            self._check_repeat()
             self._feed(events.PayloadsVerified(self.id))
+
+    def _check_repeat(self) -> None:
+        """Raises BadPayload; only once this node has proposed, for its own bytes say whether these move at all."""
+        if self._repeats is None:
+            return
+        own = link_digest()
+        own.update(self._worker.outbox(self._receive))
+        self._repeats.check(
+            self.peer,
+            self._round,
+            self._digest,
+            pieces=self._receive,
+            own_round=self._own_round,
+            own=own.digest(),
+        )
 
     async def _write(self) -> None:
         assert self.stream is not None  # ours: set before run()

@@ -265,7 +265,8 @@ class GossipDriver:
         if (exchange := self._exchanges.get(effect.exchange_id)) is not None:
             if self._proposal is not None and not self._proposal.done():
                 self._cut_short()
-            exchange.transfer(effect, self._encoding, self._machine.piece_bytes(effect.receive), self._proposal)
+            piece_bytes = self._machine.piece_bytes(effect.receive)
+            exchange.transfer(effect, self._encoding, piece_bytes, self._proposal, self._machine.round)
 
     async def _dial(self, exchange: Exchange) -> None:
         record = self._records(exchange.peer)
