@@ -37,6 +37,7 @@ from peerloom.protocol.transfer import (
 from peerloom.protocol.types import PeerId, PeerRecord
 
 STALL_S = 20.0  # a donor that sends nothing for this long is left for the next one
+MAX_STEPS_A_ROUND = 10**8  # a thousand a second in the longest round that a spec may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +198,12 @@ class Joiner:
     def _check_position(self, manifest: StateManifest, record: PeerRecord) -> None:
         """Raises MalformedMessage for a round or step that this node could not go on from."""
         most = min(record.round + MAX_PAST_RECORD, MAX_TAKEN)
-        most_step = min(record.step + MAX_STEPS_PAST_RECORD, MAX_TAKEN)
+        in_rounds = (manifest.round + 2) * MAX_STEPS_A_ROUND  # a record may lie about its step as well
+        most_step = min(record.step + MAX_STEPS_PAST_RECORD, in_rounds, MAX_TAKEN)
         if not self._least_round <= manifest.round <= most or manifest.step > most_step:
             raise MalformedMessage(
                 f"its state is of round {manifest.round}, step {manifest.step}; its record says round {record.round}, "
-                f"step {record.step}, and from {self._least_round} to {most} could be taken over"
+                f"step {record.step}; rounds {self._least_round} to {most} and steps to {most_step} could be taken over"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peerloom.node.donor import manifest_of
-from peerloom.node.joiner import STALL_S, FetchedState, Joiner
+from peerloom.node.joiner import MAX_STEPS_A_ROUND, STALL_S, FetchedState, Joiner
 from peerloom.node.least_rate import left_s
 from peerloom.node.memory_transport import MemoryTransport
 from peerloom.node.place import Held, Place
@@ -87,6 +87,27 @@ async def test_a_position_nobody_could_go_on_from_is_refused_with_its_manifest(r
     assert scored == [(LIAR, "bad_state")]
 
 
+@pytest.mark.parametrize(("round", "step"), [(7, 9 * MAX_STEPS_A_ROUND), (7, 9 * MAX_STEPS_A_ROUND + 1)])
+async def test_a_step_that_no_such_round_could_have_is_refused_though_the_record_says_it_too(
+    round: int, step: int
+) -> None:
+    scored: list[tuple[PeerId, str]] = []
+
+    def lying(peer: PeerId) -> PeerRecord:
+        return replace(record(peer), round=round, step=step)
+
+    joiner = Joiner(
+        OneDonor(round, step), lying, lambda peer, fault: scored.append((peer, fault)), lambda what, share: None
+    )
+    machine = FetchMachine([LIAR], "L", len(GOOD), 8)
+    if step <= 9 * MAX_STEPS_A_ROUND:  # the rounds before, this one, and what runs beneath its exchange
+        assert (await joiner.fetch(machine, len(GOOD))).step == step
+    else:
+        with pytest.raises(NoDonor, match=f"its state is of round {round}, step {step}"):
+            await joiner.fetch(machine, len(GOOD))
+        assert scored == [(LIAR, "bad_state")]
+
+
 def test_a_donor_that_drips_has_its_time_and_one_at_the_least_rate_as_long_as_it_takes() -> None:
     async def scenario() -> None:
         loop, began, received = asyncio.get_running_loop(), asyncio.get_running_loop().time(), 0
@@ -101,6 +122,30 @@ def test_a_donor_that_drips_has_its_time_and_one_at_the_least_rate_as_long_as_it
             assert left_s(began, received, STALL_S) > 0
             await asyncio.sleep(0.99 * LEAST_CHUNK_BYTES / LEAST_RATE)
             received += LEAST_CHUNK_BYTES
+
+    run_virtual(scenario)
+
+
+class Dripping(Donors):
+    """Both serve pieces of the least size; the liar takes nearly STALL_S for each."""
+
+    async def fetch(self, peer: PeerRecord, request: FetchRequest) -> AsyncGenerator[StateMessage, None]:
+        data = bytes(100 * LEAST_CHUNK_BYTES)
+        yield manifest_of(data, round=7, step=70, layout="L", held_out_loss=1.0, piece_bytes=LEAST_CHUNK_BYTES)
+        for index in range(request.start_piece, 100):
+            await asyncio.sleep(STALL_S - 1 if peer.peer_id == LIAR else 0.99 * LEAST_CHUNK_BYTES / LEAST_RATE)
+            yield StatePiece(index, bytes(LEAST_CHUNK_BYTES))
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_who_drips_is_left_for_the_next_donor(fp32: bool) -> None:
+    async def scenario() -> None:
+        loop, size = asyncio.get_running_loop(), 100 * LEAST_CHUNK_BYTES
+        joiner, began = Joiner(Dripping(), record, lambda peer, fault: None, lambda what, share: None), loop.time()
+        machine, into = FetchMachine([LIAR, HONEST], "L", size, 8), bytearray(size)
+        _, donors = await joiner.fetch_into(machine, lambda at, data: into.__setitem__(at, data[0]), fp32=fp32)
+        assert donors == (LIAR, HONEST)  # a piece of the one, all others of the other
+        assert loop.time() - began < 2 * STALL_S + size / LEAST_RATE
 
     run_virtual(scenario)
 
